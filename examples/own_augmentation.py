@@ -41,13 +41,15 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 with largebatch.session() as comm:
     torch.manual_seed(0)
     train, held_out = digits.load(img_size=32)
-    model = zoo.create_model("vit_nano32", img_size=32, num_classes=10)
+    device = comm.device()
+    model = zoo.create_model("vit_nano32", img_size=32, num_classes=10).to(device)
     data = Augmented(train)
     steps = largebatch.Steps(comm, data, global_batch_size=96, micro_batch_size=24, epochs=2, num_workers=1)
     optimizer = comm.wrap(largebatch.Lamb.paper(model, lr=1e-2), model, passes=steps.passes)
     steps.checkpoint(sys.argv[1], model, optimizer, every=5)
     for micro_batches in steps:
         for images, labels, weight in micro_batches:
+            images, labels = images.to(device), labels.to(device)
             # Mixup: draws of a micro-batch are as repeatable as those of a sample.
             share, partners = float(np.random.default_rng(torch.initial_seed()).beta(0.2, 0.2)), images.flip(0)
             logits = model(torch.lerp(partners, images, share))

@@ -32,12 +32,14 @@ class Digits(Dataset[dict[str, Tensor]]):
 
 with largebatch.session() as comm:
     torch.manual_seed(0)
-    model = zoo.create_model("vit_nano32", img_size=32, num_classes=10)
+    device = comm.device()
+    model = zoo.create_model("vit_nano32", img_size=32, num_classes=10).to(device)
     steps = largebatch.Steps(comm, Digits(), global_batch_size=96, micro_batch_size=24, epochs=2, num_workers=2)
     optimizer = comm.wrap(largebatch.Lamb.paper(model, lr=1e-2), model, passes=steps.passes)
     steps.checkpoint(sys.argv[1], model, optimizer, every=5)
     for micro_batches in steps:
         for batch, weight in micro_batches:
-            (weight * F.cross_entropy(model(batch["image"]), batch["label"])).backward()
+            logits = model(batch["image"].to(device))
+            (weight * F.cross_entropy(logits, batch["label"].to(device))).backward()
         optimizer.step()
         optimizer.zero_grad()

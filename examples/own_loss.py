@@ -37,16 +37,18 @@ with largebatch.session() as comm:
     images, digit = train.tensors
     targets = torch.stack([digit % 2 == 1, torch.isin(digit, torch.tensor([2, 3, 5, 7])), digit > 6], 1).float()
     classes = digit.clamp(max=3)
-    class_weights = len(classes) / (4 * classes.bincount())  # their mean over the images is 1
-    model = zoo.create_model("vit_nano32", img_size=32, num_classes=3 + 4)
+    device = comm.device()
+    class_weights = (len(classes) / (4 * classes.bincount())).to(device)  # their mean over the images is 1
+    model = zoo.create_model("vit_nano32", img_size=32, num_classes=3 + 4).to(device)
     data = TensorDataset(images, targets, classes)
     steps = largebatch.Steps(comm, data, global_batch_size=96, micro_batch_size=24, epochs=2)
     optimizer = comm.wrap(largebatch.Lamb.paper(model, lr=1e-2), model, passes=steps.passes)
     steps.checkpoint(sys.argv[1], model, optimizer, every=5)
     for micro_batches in steps:
         for images, targets, classes, weight in micro_batches:
-            logits = model(images)
-            loss = multi_label(logits[:, :3], targets) + weighted(logits[:, 3:], classes, class_weights)
+            logits = model(images.to(device))
+            loss = multi_label(logits[:, :3], targets.to(device))
+            loss = loss + weighted(logits[:, 3:], classes.to(device), class_weights)
             (weight * loss).backward()
         optimizer.step()
         optimizer.zero_grad()

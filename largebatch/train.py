@@ -37,12 +37,12 @@ OURS = ("largebatch", "zoo")  # whose logs are shown
 ABOUT = """\
 Train a model: largebatch train [--model NAME] [--data FOLDER] [--section.option value ...]
 
-With --data, the run follows the published recipe of the model; without it, a quick start on embedded images. The same
-command line resumes an interrupted run. A launcher starts the ranks; without one there is one rank.
+With --data, the recipe follows from the model and the number of images; without it, a quick start on embedded images.
+The same command line resumes an interrupted run. A launcher starts the ranks; without one there is one rank.
 
 Examples
   largebatch train                                                     quick start: ViT-B/32 learns digits
-  horovodrun -np 4 largebatch train --model vit_b16 --data FOLDER      the published recipe, on four ranks
+  horovodrun -np 4 largebatch train --model vit_b16 --data FOLDER      the recipe of the model, on four ranks
   mpirun -np 4 largebatch train --model vit_b32 --optim.name adamw --optim.lr 1e-3 --run.folder runs/adamw
 """
 OPTIONS = {
@@ -341,7 +341,7 @@ def headline(config: "TrainConfig") -> str:
     place = f"{config.model.name} at {config.model.img_size} px on {config.data.path}"
     other = ""
     if config.recipe == "quickstart" and config.model.name in RECIPES:
-        other = f"; --data FOLDER takes the published recipe of {config.model.name}"
+        other = "; with --data FOLDER, the recipe follows from the number of images"
     elif config.recipe != "quickstart":
         other = "; without --data, a quick start on embedded images"
     return f"recipe {config.recipe}: {place}{other}"

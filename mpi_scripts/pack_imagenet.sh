@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What:     packs ImageNet into TFRecord shards with an index, from the downloaded tars of ILSVRC2012 (train, val,
 #           devkit_t12) or from folders train/<class>/* and val/<class>/*. The processes share the shards among them.
-# Hardware: CPU cores, and disk space for a second copy: ImageNet-1K's files are 145 GB.
+# Hardware: CPU cores, and disk space for a second copy: ImageNet-1K's files are 154 GB.
 # Time:     a core decodes a few hundred images per second, each image once; not yet measured on all 1.3 million.
 # Prints:   the command, a bar per split, and the number of images and shards.
 #

@@ -782,7 +782,7 @@ def test_broken_compiler_names_the_way_out(tmp_path):
     settings = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": "false"}
     done = subprocess.run([sys.executable, "-c", code], env=settings, text=True, capture_output=True, timeout=120)
     assert done.returncode == 1
-    assert "RuntimeError: LAMB could not be compiled here: set --optim.impl eager" in done.stderr
+    assert "RuntimeError: LAMB could not be compiled here: give Lamb impl='eager'" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,6 @@ def test_two_processes_killed_and_started_again_give_the_same_bytes(tiny, tmp_pa
         ("digits --optimizers lamb adam", "--optimizers has 'adam': expected some of sgd, adamw, lars, lamb"),
         ("digits --batches 0", "--batches has 0: expected at least 1."),
         ("digits --batches 2000 --processes 1", "--batches has 2000, and there are 1437 training images: expected at"),
-        ("digits --model vit_b99 --processes 1", "There is no model 'vit_b99'"),
     ],
 )
 def test_mistakes_are_one_sentence(line, sentence, tmp_path, monkeypatch, capsys):

@@ -16,8 +16,8 @@ CLASSES = {"Trainer": "largebatch/engine.py", "Ranks": "largebatch/ranks/ranks.p
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 93,
-    "words of docstrings": 49_699,
-    "lines": 37_189,
+    "words of docstrings": 49_686,
+    "lines": 37_187,
     "files": 258,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -44,8 +44,8 @@ LIMITS = {
     "lines in largebatch/ranks": 2_805,
     "lines in largebatch/recipes": 946,
     "lines in largebatch/report": 1_388,
-    "lines in largebatch/reproduce": 1_760,
-    "lines in zoo": 2_070,
+    "lines in largebatch/reproduce": 1_759,
+    "lines in zoo": 2_069,
     "files in largebatch": 25,
     "files in largebatch/assembly": 4,
     "files in largebatch/benchmark": 12,

@@ -84,6 +84,7 @@ def test_logits_equal_timms(name, img_size):
 def test_preprocessing_is_the_published_one(name):
     """timm has 0.96 for the two at 224 px, and 1.0 for the first three at higher ones."""
     assert on_meta(name).default_cfg["crop_pct"] == 1.15
+    assert on_meta("volo_d3", img_size=448).default_cfg["crop_pct"] == 0.96
     cfg = on_meta("volo_d1").default_cfg
     assert (cfg["crop_pct"], cfg["interpolation"], cfg["mean"]) == (0.96, "bicubic", (0.485, 0.456, 0.406))
 

@@ -457,13 +457,12 @@ def build_volo(
 def default_cfg(name: str, *, img_size: int, num_classes: int) -> dict[str, Any]:
     """Return the preparation of images as published, in timm's keys.
 
-    crop_pct 1.15 (D4, D5, and all at 448 px) makes the image smaller than the crop, which gets a black frame.
+    crop_pct 1.15 makes the image smaller than the crop, which gets a black frame.
     """
-    large = name in ("volo_d4", "volo_d5") or img_size >= 448
     return {
         "num_classes": num_classes,
         "input_size": (3, img_size, img_size),
-        "crop_pct": 1.15 if large else 1.0 if img_size >= 384 else 0.96,
+        "crop_pct": 1.15 if name in ("volo_d4", "volo_d5") else 0.96,
         "interpolation": "bicubic",
         "mean": (0.485, 0.456, 0.406),
         "std": (0.229, 0.224, 0.225),

@@ -143,9 +143,9 @@ class OptimConfig:
         "lamb", "adamw", "nadamw", "schedule_free_adamw", "sgd", "lars", "apex_lamb", "muon", "muon_lamb"
     ] = "lamb"
     """lamb and lars (this project's), adamw, nadamw and sgd with Nesterov momentum (torch's), schedule_free_adamw
-    (Schedule-Free AdamW of the package schedulefree; its average is evaluated and saved, as that of
-    optim.ema_half_life), apex_lamb (NVIDIA's, if installed), muon (torch's, for the matrices of hidden layers; adamw
-    for the rest, on whose scale optim.lr is), muon_lamb (the same with lamb for the rest)"""
+    (Schedule-Free AdamW of the package schedulefree), apex_lamb (NVIDIA's, if installed), muon (torch's, for the
+    matrices of hidden layers, and adamw for the rest, on whose scale optim.lr is), muon_lamb (the same with lamb for
+    the rest)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc", "decoupled", "corrected", "cautious"] | None = None
     """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers without LAMB. decoupled,
     corrected and cautious are paper with timm's options of these names"""

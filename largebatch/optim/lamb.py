@@ -47,7 +47,7 @@ DECAYS = ("coupled", "decoupled", "corrected")
 
 NATIVE = {("cpu", dtype, torch.strided) for dtype in DTYPES}  # gradients for lamb.cpp
 
-NOT_COMPILED = "LAMB could not be compiled here: set --optim.impl eager (in Python, the impl of Lamb)"
+NOT_COMPILED = "LAMB could not be compiled here: give Lamb impl='eager'"
 
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of a parameter
 

@@ -5,7 +5,7 @@
     python -m largebatch.reproduce fashion [--data FOLDER]         a ViT on Fashion-MNIST, batches up to 32,768; hours
     python -m largebatch.reproduce fashion --minutes 60            an hour of it
 
-Every run has the same number of epochs, so a larger batch has fewer steps. The search trains on a part of the training
+Results have the same number of epochs, so a larger batch has fewer steps. The search trains on a part of the training
 images and scores a rate by its accuracy on the rest; then other seeds train on all training images with the best rate,
 and are evaluated on the held-out images. Two trials run at once, each on one thread of the CPU.
 
@@ -126,8 +126,8 @@ def sized(options: argparse.Namespace) -> Experiment | Fashion:
         value = getattr(options, option)
         if value is not None and not value >= 1:
             raise ValueError(f"--{option} is {value}: expected at least 1.")
-    given = {name: getattr(options, name) for name in ("optimizers", "batches", "epochs", "rates", "seeds", "target")}
-    given = {name: value for name, value in (given | {"model": options.model}).items() if value}
+    names = ("optimizers", "batches", "epochs", "rates", "seeds", "target")
+    given = {name: value for name in names if (value := getattr(options, name))}
     if options.experiment == "fashion":
         if given:
             raise ValueError(f"--{[*given][0]} is for the digits: the sizes of fashion were written down beforehand.")
@@ -169,7 +169,6 @@ def _parser() -> Parser:
     add("--rates", type=int, metavar="N", help="digits: learning rates tried for each optimizer and batch (default: 5)")
     add("--seeds", type=int, metavar="N", help="digits: runs with the best rate (default: 3)")
     add("--target", type=float, metavar="PERCENT", help="digits: accuracy to which steps count (default: 90)")
-    add("--model", metavar="NAME", help="digits: a model of the zoo that takes 32 px (default: vit_nano32)")
     add("--processes", type=int, default=2, metavar="N", help="trials at once (default: %(default)s)")
     add("--output", type=Path, metavar="FOLDER", help="folder of all results (default: runs/reproduce/EXPERIMENT)")
     return parser

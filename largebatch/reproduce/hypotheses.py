@@ -232,7 +232,7 @@ def all_results(found: Found) -> list[str]:
         results = [found.results[run] for run in runs]
         values = [result.accuracy for result in results]
         reached = [result.steps_to(found.study.target) for result in results]
-        scale = statistics.median(result.noise_scales[-1] for result in results)
+        scales = [result.noise_scales[-1] for result in results if not math.isnan(result.noise_scales[-1])]
         lines.append(
             [
                 purpose,
@@ -243,7 +243,7 @@ def all_results(found: Found) -> list[str]:
                 f"{len(runs)}",
                 f"{statistics.fmean(values):.2f}" + (f" ± {half_width(values):.2f}" if len(values) > 1 else ""),
                 "–" if None in reached else f"{statistics.fmean(filter(None, reached)):,.0f}",
-                "–" if math.isnan(scale) else f"{float(f'{scale:.2g}'):,.0f}",
+                f"{float(f'{statistics.median(scales):.2g}'):,.0f}" if scales else "–",
             ]
         )
     return [
