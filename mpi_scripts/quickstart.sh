@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-run_folder() {                      # prints the value of --run.folder, or the folder of the recipe
+run_folder() {                      # prints the value of --run.folder, or that of the quick start
     local folder=runs/quickstart
     while [ $# -gt 0 ]; do
         case $1 in
@@ -29,5 +29,6 @@ case ${1:-} in -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' mpi_scripts/quickstar
 mpi_scripts/install.sh
 # shellcheck disable=SC1091  # made by install.sh
 . "${VENV:-.venv}/bin/activate"
-run horovodrun -np 2 python -m largebatch.train --model vit_b32 "$@"
-run python -m largebatch.validate "$(run_folder "$@")"
+folder=$(run_folder "$@")
+run horovodrun -np 2 python -m largebatch.train --model vit_b32 "$@" --run.folder "$folder"
+run python -m largebatch.validate "$folder"

@@ -63,6 +63,23 @@ def test_onnxruntime_computes_the_same_logits(folder):
 
 
 @pytest.mark.parametrize("folder", ["vit_nano32"], indirect=True)
+def test_the_weights_of_a_large_onnx_model_are_in_a_second_file(folder, tmp_path_factory, capsys, monkeypatch):
+    """From 1.5 GiB on. Both files can be copied elsewhere."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="ONNX is not installed: pip install '.[onnx]'")
+    monkeypatch.setattr("torch.onnx._internal.exporter._onnx_program._LARGE_MODEL_THRESHOLD", 1000)
+    before, elsewhere = {*folder.iterdir()}, tmp_path_factory.mktemp("elsewhere")
+    assert main([str(folder), str(folder / "model.onnx")]) == 0
+    assert f"{folder}/model.onnx with model.onnx.data: ONNX" in capsys.readouterr().out
+    assert {path.name for path in {*folder.iterdir()} - before} == {"model.onnx", "model.onnx.data"}
+    for name in ("model.onnx", "model.onnx.data"):
+        (folder / name).rename(elsewhere / name)
+    session = onnxruntime.InferenceSession(elsewhere / "model.onnx", providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": IMAGES[:3].numpy()})
+    reference = expected(folder, 3)
+    assert (torch.from_numpy(logits) - reference).abs().max() < 1e-4 * reference.abs().max()
+
+
+@pytest.mark.parametrize("folder", ["vit_nano32"], indirect=True)
 def test_a_graph_that_computes_otherwise_is_not_written(folder, capsys, monkeypatch):
     def trace(model: nn.Module) -> torch.export.ExportedProgram:
         other = copy.deepcopy(model)

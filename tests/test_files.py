@@ -71,7 +71,7 @@ def test_many_may_start_at_once(tmp_path, monkeypatch, locks):
     if not locks:
         monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
 
-    def fill(folder):
+    def fill(folder, go_on):
         started.append(folder)
         (folder / "file").write_text("whole")
         if not locks and len(started) < 2:
@@ -116,13 +116,50 @@ def test_who_waits_for_a_lock_makes_progress_if_its_holder_does(tmp_path):
 
 
 def test_failed_writing_leaves_nothing(tmp_path):
-    def fill(folder):
+    def fill(folder, go_on):
         (folder / "half").write_text("")
         raise OSError("no space left")
 
     with pytest.raises(OSError, match="no space left"):
         written_once(tmp_path / "data", fill)
     assert os.listdir(tmp_path) == [".data.lock"]
+
+
+def test_writing_goes_on_where_a_process_was_killed(tmp_path):
+    """It finds what is there, and nothing is left behind."""
+    program = "import os, sys; from pathlib import Path; from largebatch.files import written_once; written_once("
+    program += "Path(sys.argv[1]), lambda folder, _: ((folder / 'half').write_text('whole'), os._exit(9)))"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "data")])
+    assert done.returncode == 9 and sorted(os.listdir(tmp_path)) == [".data.lock", ".data.unfinished"]
+
+    def fill(folder, go_on):
+        assert (folder / "half").read_text() == "whole"
+
+    assert written_once(tmp_path / "data", fill) == tmp_path / "data"
+    assert sorted(os.listdir(tmp_path)) == [".data.lock", "data"]
+
+
+def test_who_waits_for_a_folder_makes_progress(tmp_path):
+    """As a rank does while another one of its host converts the images."""
+    waiting, seen = threading.Event(), threading.Event()
+
+    def wait():
+        waiting.set()
+        written_once(tmp_path / "data", lambda folder, go_on: None, seen.set)
+
+    thread = threading.Thread(target=wait)
+
+    def fill(folder, go_on):
+        thread.start()
+        waiting.wait()
+        for _ in range(1200):
+            if seen.wait(0.05):
+                break
+            go_on()
+
+    written_once(tmp_path / "data", fill)
+    thread.join()
+    assert seen.is_set()
 
 
 def test_default_cache_follows_the_environment(monkeypatch, tmp_path):
@@ -374,7 +411,9 @@ def test_a_checkpoint_and_its_files_belong_to_their_run(tmp_path, monkeypatch):
     alone = tmp_path / "checkpoints" / "alone"  # a run, whose folder only looks like a checkpoint
     alone.mkdir(parents=True)
     (alone / "config.yaml").touch()
-    assert RunFolder.of(alone).path == alone and RunFolder.of(tmp_path / "weights.pt").path == tmp_path / "weights.pt"
+    assert RunFolder.of(alone).path == alone
+    for file in ("weights.pt", "checkpoints/weights.pt", "checkpoints/tiny/weights.pt"):  # of no run
+        assert RunFolder.of(tmp_path / file).path == tmp_path / file
 
 
 def test_a_config_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -469,6 +469,31 @@ def test_the_copies_of_another_run_of_the_same_name_stay(port, tmp_path):
     assert contents(tmp_path / "mirror") == before
 
 
+def test_a_newer_run_of_the_same_name_is_not_brought_into_a_run(port, tmp_path):
+    place = ["--run.duration", "4 steps", "--run.folder", str(tmp_path / "other" / "run")]
+    assert run(port, *place, "--checkpoint.mirror", str(tmp_path / "mirror"))[0] == 0
+    place = ["--run.duration", "2 steps", "--run.folder", str(tmp_path / "run")]
+    assert run(port, *place)[0] == 0
+    before = [{k: v for k, v in contents(tmp_path / name).items() if k != "log.txt"} for name in ("mirror", "run")]
+    code, output = run(port, *place, "--checkpoint.mirror", str(tmp_path / "mirror"))
+    other = r"is .*, where .*/mirror/run is of a run with --run.duration '4 steps', now '2 steps': give another place"
+    assert code == 2 and re.search(other, said(output)), output
+    after = [{k: v for k, v in contents(tmp_path / name).items() if k != "log.txt"} for name in ("mirror", "run")]
+    assert after == before
+
+
+def test_a_name_with_brackets_is_no_pattern(folder, address):
+    """Removing step 1 of run[1] must not remove that of run1."""
+    runs = [folder.parent / name for name in ("run[1]", "run1")]
+    for one in runs:
+        one.mkdir()
+        for step in (1, 2):
+            save(one, step)
+        Mirror(address, one).update(tell)
+    Mirror(address, runs[0])._remove(lambda step: step == 1)
+    assert [sorted(Mirror(address, one)._checkpoints()) for one in runs] == [[2], [1, 2]]
+
+
 def test_a_run_whose_last_copy_fails_says_so_and_the_same_command_makes_it(port, tmp_path):
     """The cable is cut at the first byte of the last steps' copies; the checkpoint of the last step is there."""
     place = ["--run.folder", str(tmp_path / "run"), "--run.duration", "4 steps"]

@@ -3,6 +3,7 @@
 import http.server
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -16,13 +17,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from store import KEY, SECRET, open_store
+from test_shard_check import encoded
 from test_tars import NAMES, sample, write
 
 from largebatch import arguments, pack
 from largebatch.config import TrainConfig, apply, byte_size
-from largebatch.data import remote, sources
+from largebatch.data import records, remote, sources
 from largebatch.data.dali import TrainLoader
 from largebatch.data.order import Plan
+from largebatch.data.records import IMAGE, LABEL
 from largebatch.files import Damaged, cache_folder
 from largebatch.pack import token_labels
 from zoo import create_model
@@ -362,6 +365,25 @@ def test_label_maps_are_added_to_shards_at_an_address(local, address, tmp_path):
     files = sorted(path.name for path in (tmp_path / "one").glob("*-of-*"))
     assert len(files) == SHARDS + 1
     assert all((tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes() for name in files)
+
+
+def test_the_list_of_bad_images_is_kept_elsewhere(store, tmp_path, capsys, monkeypatch):
+    """The remedy of the training's message, to the letter. In the folder that stands for the address it would go."""
+    image = encoded(90)
+    payloads = [{IMAGE: [image if number else image[:40]], LABEL: [1 + number % 2]} for number in range(4)]
+    (tmp_path / "bad").mkdir()
+    records.write_records(tmp_path / "bad" / "train-00000-of-00001", map(records.encode_example, payloads))
+    there = store.put(tmp_path / "bad", "bucket/bad")
+    with pytest.raises(ValueError) as told:
+        sources.open_source(there, split="train")
+    found = re.search(r"list them by `python -m largebatch\.pack (.*)`, and give (.*)\.$", str(told.value))
+    command, option = found.groups()
+    assert command == f"check {there} --out bad.csv" and option == "--data.quarantine bad.csv"
+    with pytest.raises(ValueError, match="No list stays at .*/bad: give --out FILE, and train with --data.quarantine"):
+        pack.run(["check", there])
+    monkeypatch.chdir(tmp_path)
+    assert pack.run(command.split()) == 1 and "listed in bad.csv" in capsys.readouterr().out
+    assert len(sources.open_source(there, split="train", listed="bad.csv")) == 3
 
 
 HERE = "s3://b/x is an address, and a file or folder of this host is expected: only --data and --checkpoint.mirror"

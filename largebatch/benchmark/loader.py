@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -170,11 +170,12 @@ def as_folders(index: Index) -> Path:
     return written_once(folder, partial(_write_folders, index=index))
 
 
-def _write_folders(folder: Path, *, index: Index) -> None:
+def _write_folders(folder: Path, go_on: Callable[[], None], *, index: Index) -> None:
     for number, label in enumerate(index.label):
         path = folder / f"{label:05d}" / f"{number:06d}.JPEG"
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(index.read(number))
+        go_on()
     os.sync()  # the page cache drops only pages that are on disk
 
 

@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -88,17 +88,22 @@ class Mirror:
         """Bring the run folder to the state of the mirror, if the newest whole checkpoint there is newer.
 
         All whole checkpoints are fetched, the best one among them, then the records. A damaged one is passed over.
-        Raises ValueError if this fails; then the next start begins again.
+        Raises ValueError if this fails, and the next start begins again; or if the mirror has another run than the
+        folder.
         """
-        with self._explaining("cannot be fetched", "give the same command again, or leave the option out"):
-            self._restore(tell)
-
-    def _restore(self, tell: Tell) -> None:
+        what, remedy = "cannot be fetched", "give the same command again, or leave the option out"
         own = next((path for path in store.checkpoints(self.run.path) if store.why_invalid(path) is None), None)
-        own_step = int(own.name) if own else -1
-        whole = [step for step, is_whole in self._checkpoints().items() if is_whole]
-        if max(whole, default=-1) <= own_step:
+        with self._explaining(what, remedy):
+            whole = [step for step, is_whole in self._checkpoints().items() if is_whole]
+        if max(whole, default=-1) <= (int(own.name) if own else -1):
             return
+        if own:
+            self.refuse_other(load_text(store.read_state(own)["config"], place=str(own)))
+        with self._explaining(what, remedy):
+            self._restore(own, whole, tell)
+
+    def _restore(self, own: Path | None, whole: Sequence[int], tell: Tell) -> None:
+        own_step = int(own.name) if own else -1
         downloads = self.run.checkpoints / DOWNLOADS
         shutil.rmtree(downloads, ignore_errors=True)
         try:
@@ -236,7 +241,10 @@ class Mirror:
                 with suppress(FileNotFoundError):  # removed by the other thread
                     if is_whole:
                         self.files.rm_file(self.place(name, MANIFEST))
-                    self.files.rm(self.place(name), recursive=True)
+                    if self.root.startswith("/"):
+                        self.files.rm(self.place(name), recursive=True)
+                    for file in self.files.find(self.place(name)):  # a store's `rm` takes a [ in a name for a pattern
+                        self.files.rm_file(file)
 
     def _checkpoints(self) -> dict[int, bool]:
         """Return the steps of the mirror, and of each whether its checkpoint is whole."""

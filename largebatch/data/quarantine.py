@@ -19,6 +19,7 @@ from shlex import quote
 import numpy as np
 from PIL import Image
 
+from largebatch.data import remote
 from largebatch.data.index import Index
 from largebatch.data.records import length_at, read_span, scan_records
 from largebatch.data.scan import TAR, find_image, image_size
@@ -215,7 +216,12 @@ def _refuse(index: Index, sample: int, count: int, *, folder: Path) -> None:
     if count == len(index):
         raise ValueError(f"None of the {count} images can be read. The first is {index.where(sample)}: it {reason}.")
     more = f" ({count - 1} more cannot be read)" if count > 1 else ""
-    raise ValueError(
-        f"{index.where(sample)} {reason}{more}; to train without the bad images, list them by `python -m "
-        f"largebatch.pack check {quote(str(folder))}`."
-    )
+    raise ValueError(f"{index.where(sample)} {reason}{more}; {remedy(folder)}.")
+
+
+def remedy(folder: Path) -> str:
+    """Return how to train without the bad images of a folder; where one stands for an address, no list stays."""
+    address = remote.address(folder)
+    command = f"python -m largebatch.pack check {quote(address or str(folder))}" + " --out bad.csv" * bool(address)
+    more = ", and give --data.quarantine bad.csv" if address else ""
+    return f"to train without the bad images, list them by `{command}`{more}"

@@ -328,11 +328,17 @@ def _address(path: Path) -> str:
     return f"{protocol}://{'/'.join(parts)}"
 
 
+def address(folder: Path) -> str:
+    """Return the address that a folder or file of the cache stands for; "" for any other."""
+    if f"/{REMOTE}/" not in str(folder) or not folder.is_relative_to(_root()):
+        return ""
+    return _address(folder)
+
+
 def address_of(path: str | Path, file: int | None = None) -> str:
     """Return the address that has the bytes of a hollow file; "" for any other file. file: its descriptor, if open."""
-    if f"/{REMOTE}/" not in str(path) or not Path(path).is_relative_to(_root()):
-        return ""
-    return "" if _is_whole(os.stat(path if file is None else file)) else _address(Path(path))
+    found = address(Path(path))
+    return "" if found and _is_whole(os.stat(path if file is None else file)) else found
 
 
 def open_file(path: str | Path, *, block: int = BLOCK) -> BinaryIO:

@@ -156,8 +156,8 @@ def find_folder(path: str, *, split: str, cache: int | None = None, progress: Pr
         hint = WITHOUT * (split == "validation")
         raise ValueError(f"{path} has no {split} split: looked for {split}-*.parquet in it and its folder data.{hint}")
     if name:
-        write = functools.partial(_write, images, shards, source=path, progress=progress)
-        folder = written_once(safe_cache(cache_folder()) / name, write)
+        write = functools.partial(_write, images, shards, path)
+        folder = written_once(safe_cache(cache_folder()) / name, write, progress)
     if not folder.is_dir():
         raise ValueError(
             f"{why_no_folder(path)}: expected digits, synthetic, CIFAR-10's files, or a folder of TFRecords, "
@@ -212,7 +212,7 @@ def _state(files: Iterable[Path]) -> str:
 
 
 def _write(
-    images: Callable[[str], Images], shards: dict[str, int], folder: Path, *, source: str, progress: Progress
+    images: Callable[[str], Images], shards: dict[str, int], source: str, folder: Path, progress: Progress
 ) -> None:
     """Write splits as TFRecords into `folder`; shards: the most of each split."""
     for split, most in shards.items():
@@ -221,6 +221,8 @@ def _write(
         for _ in write_split(folder, split, here, num_shards=min(most, len(here.labels)), num_threads=num_threads):
             progress()
         write_class_names(folder, here.classes)
+    for unfinished in folder.glob(".*"):  # of a process that was killed
+        unfinished.unlink()
 
 
 def why_no_folder(path: str) -> str:

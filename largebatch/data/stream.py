@@ -19,7 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -29,7 +28,7 @@ from largebatch.data import reader, remote
 from largebatch.data.index import Index
 from largebatch.data.label_maps import decode_maps
 from largebatch.data.order import MicroBatch
-from largebatch.data.quarantine import image_fault
+from largebatch.data.quarantine import image_fault, remedy
 from largebatch.data.scan import size_or_zero
 from largebatch.data.sources import SPLITS
 from largebatch.data.token_labels import TokenLabels
@@ -364,10 +363,7 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
             if fault := image_fault(data.tobytes):
                 folder = Path(index.folder)
                 whole = folder.parent if any(folder.name in names for names in SPLITS.values()) else folder
-                return Damaged(
-                    f"{index.where(sample)} cannot be decoded ({fault}): `python -m largebatch.pack check "
-                    f"{quote(str(whole))}` lists all such images, and training then leaves them out."
-                )
+                return Damaged(f"{index.where(sample)} cannot be decoded ({fault}); {remedy(whole)}.")
             if other := _of_another_size(index, sample, data):
                 return other
     first = next((batch.job for batch in batches), None)

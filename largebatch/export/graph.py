@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,8 +30,7 @@ def write_torch(model: nn.Module, name: str, path: Path) -> str:
     program = _trace(model)
 
     save = partial(torch.export.save, program, extra_files={hub.CONFIG: _description(model, name)})
-    worst = _write(model, path, save, lambda unfinished: torch.export.load(unfinished).module(), tolerance=0.0)
-    return f"{path}: torch.export, images {_shape(model)} -> logits; largest difference to the model {worst:.1g}"
+    return _write("torch.export", model, path, save, lambda file: torch.export.load(file).module(), tolerance=0.0)
 
 
 def write_onnx(model: nn.Module, name: str, path: Path) -> str:
@@ -46,12 +46,11 @@ def write_onnx(model: nn.Module, name: str, path: Path) -> str:
         program: Any = torch.onnx.export(_trace(model), (), dynamo=True, verbose=False, **names)
     program.model.metadata_props[hub.CONFIG] = _description(model, name)
 
-    def load(unfinished: Path) -> Callable[[Tensor], Tensor]:
-        session = onnxruntime.InferenceSession(str(unfinished), providers=["CPUExecutionProvider"])
+    def load(file: Path) -> Callable[[Tensor], Tensor]:
+        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
         return lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 
-    worst = _write(model, path, lambda unfinished: program.save(str(unfinished)), load, tolerance=ONNX_TOLERANCE)
-    return f"{path}: ONNX, images {_shape(model)} -> logits; largest difference to the model {worst:.1g} of a logit"
+    return _write("ONNX", model, path, lambda file: program.save(str(file)), load, tolerance=ONNX_TOLERANCE)
 
 
 def _trace(model: nn.Module) -> torch.export.ExportedProgram:
@@ -61,26 +60,29 @@ def _trace(model: nn.Module) -> torch.export.ExportedProgram:
 
 
 Graph = Callable[[Tensor], Tensor]
+Save = Callable[[Path], None]
+Load = Callable[[Path], Graph]
 
 
-def _write(
-    model: nn.Module, path: Path, save: Callable[[Path], None], load: Callable[[Path], Graph], *, tolerance: float
-) -> float:
-    """Save under another name, compare, rename; return the largest difference as a share of the largest logit."""
-    unfinished = path.with_name(f"unfinished-{path.name}")
-    try:
-        save(unfinished)
-        worst = _compare(model, load(unfinished))
+def _write(kind: str, model: nn.Module, path: Path, save: Save, load: Load, *, tolerance: float) -> str:
+    """Save aside, compare, move; return a sentence. A large ONNX model has a second file, for its weights."""
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
+        file = Path(aside, path.name)
+        save(file)
+        worst = _compare(model, load(file))
         if not worst <= tolerance:
             raise ValueError(f"The logits of {path} would differ from the model's by {worst:.1g}: it is not written.")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return worst
+        names = sorted(os.listdir(aside), reverse=True)
+        for name in names:  # the model comes last
+            os.replace(Path(aside, name), path.with_name(name))
+    files = " with ".join([str(path), *names[:-1]])
+    difference = f"largest difference to the model {worst:.1g} of the largest logit"
+    return f"{files}: {kind}, images {_shape(model)} -> logits; {difference}"
 
 
 @torch.no_grad()
 def _compare(model: nn.Module, graph: Graph) -> float:
+    """Return the largest difference as a share of the largest logit."""
     worst = 0.0
     for count in CHECKED:
         images = _images(model, count)

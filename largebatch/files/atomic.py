@@ -7,11 +7,10 @@ import io
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from largebatch.files.locks import locked
+from largebatch.files.locks import locked, no_progress
 
 
 @contextlib.contextmanager
@@ -33,20 +32,25 @@ def atomic_file(path: str | Path) -> Iterator[io.BufferedWriter]:
             temporary.unlink()
 
 
-def written_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Return `folder`; if it does not exist, `write` first fills a temporary folder, which then gets this name."""
+def written_once(
+    folder: Path, write: Callable[[Path, Callable[[], None]], None], progress: Callable[[], None] = no_progress
+) -> Path:
+    """Return `folder`; if it does not exist, `write` first fills a temporary folder, which then gets this name.
+
+    `write` is given the folder, in which a killed process may have left files, and a function to call while it works.
+    """
     if folder.is_dir():
         return folder
-    with locked(folder):
+    with locked(folder, progress) as go_on:
         if folder.is_dir():
             return folder
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        temporary = folder.with_name(f".{folder.name}.unfinished")
+        temporary.mkdir(exist_ok=True)
         try:
-            write(temporary)
-            with contextlib.suppress(FileExistsError):  # without locks another process may be first
-                temporary.rename(folder)
+            write(temporary, go_on)
+            temporary.rename(folder)
         except OSError:
-            if not folder.is_dir():
+            if not folder.is_dir():  # without locks another process may be first
                 raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

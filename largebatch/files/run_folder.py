@@ -33,7 +33,8 @@ class RunFolder:
         """Return the run to which a checkpoint, or a file in it, belongs; other places count as runs themselves."""
         run, resolved = cls(place), Path(place).resolve()
         for path in (run.path, run.path.parent, resolved, resolved.parent):
-            if path.parent.name == CHECKPOINTS and not run.config.is_file():
+            of_run = path.parent.name == CHECKPOINTS and (path.name.isdecimal() or path.name == BEST)
+            if of_run and not run.config.is_file():
                 return cls(path.parent.parent)
         return run
 

@@ -4,7 +4,7 @@
 
 Pillow and DALI decode all images, and quarantine.csv in the folder lists the bad ones: training, validation and packing
 leave them out. An entry may be a record with a wrong CRC, or a gap up to the next record. If the folder cannot be
-written, give `--out FILE` here and `--data.quarantine FILE` to the training.
+written, or is at an address, give `--out FILE` here and `--data.quarantine FILE` to the training.
 
 The exit status is 1 if an image is bad or the data are not complete. If all images of a split are bad, none is listed.
 """
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from largebatch.arguments import Parser, local
-from largebatch.data import quarantine, shard_check, sources
+from largebatch.data import quarantine, remote, shard_check, sources
 from largebatch.files.names import printable
 from largebatch.pack.processes import cores_per_process
 from largebatch.process.progress import show_progress
@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
         help="number of files that are decoded at once (default: one per core)",
     )
     args = parser.parse_args(argv)
+    if remote.is_address(args.data) and not args.out:
+        raise ValueError(f"No list stays at {args.data}: give --out FILE, and train with --data.quarantine FILE.")
     lists: dict[Path, list[quarantine.Entry]] = {}
     lines = []
     for split in sources.available_splits(args.data) or ["train"]:

@@ -17,7 +17,7 @@ from largebatch.pack.processes import World
 
 
 def begin(file: Path, plan: Mapping[str, Any], *, has_shards: Callable[[], bool], world: World) -> None:
-    """Write the plan into `file`: rank 0 first, so that the others find it.
+    """Write the plan into `file`: rank 0 first, so that the others find it, unless hosts do not share the folder.
 
     Raise ValueError if another plan made the folder's shards, or if this rank sees other images than rank 0.
     """
@@ -25,6 +25,11 @@ def begin(file: Path, plan: Mapping[str, Any], *, has_shards: Callable[[], bool]
         _begin(file, plan, has_shards)
     world.barrier()
     if world.rank > 0:
+        if file.is_file() and (first := json.loads(file.read_text())) != plan:
+            raise ValueError(
+                f"The images of this rank are not those of rank 0 ({_differences(first, plan, file.name)}): give all "
+                f"hosts the same images; if they do not share {file.parent}, delete {file} on each."
+            )
         _begin(file, plan, has_shards)
 
 

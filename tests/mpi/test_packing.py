@@ -69,6 +69,21 @@ def test_a_launcher_of_another_mpi_is_refused(tmp_path, digits):
     assert code == 2 and "The launcher announced 2 processes, but mpi4py sees 1" in output, output
 
 
+def test_a_rank_that_sees_other_images_is_refused(tmp_path, digits):
+    """As on hosts with copies of their own, one of them stale. One shard of each split: rank 1 has none to write."""
+    for rank in range(2):
+        copy = shutil.copytree(digits, tmp_path / str(rank) / "images")
+        sorted((copy / "train").rglob("*.jpg"))[rank].unlink()
+    program = f"import os, sys; os.chdir('{tmp_path}/' + os.environ['OMPI_COMM_WORLD_RANK']); "
+    program += "from largebatch.pack import main; raise SystemExit(main(sys.argv[1:]))"
+    options = ["--shards", "1", "--validation-shards", "1"]
+    code, output = launch(["-c", program, "images", str(tmp_path / "out"), *options], ranks=2, timeout_s=60)
+    told = "rank 1 of 2: The images of this rank are not those of rank 0 (digest "
+    assert code != 0 and told in output and "give all hosts the same images" in output, output
+    shards = {"train": 1, "validation": 1}
+    assert pack.pack(str(tmp_path / "0" / "images"), str(tmp_path / "out"), num_shards=shards, seed=0, threads=1)
+
+
 @pytest.mark.parametrize("launcher", ["torchrun", "horovodrun --gloo"])
 def test_a_launcher_without_mpi_is_refused(tmp_path, digits, launcher):
     code, output = launch([*COMMAND, str(digits), str(tmp_path / "out")], ranks=2, launcher=launcher)

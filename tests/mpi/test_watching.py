@@ -116,7 +116,7 @@ def test_a_truncated_image_ends_a_run_with_one_sentence(tmp_path):
     code, output = launch(["-m", "largebatch.train", *SMALL, *options], ranks=2)
     said = [line for line in output.splitlines() if "largebatch: rank" in line]
     assert code != 0 and "Traceback" not in output and "operator" not in output, output
-    check = f"`python -m largebatch.pack check {tmp_path}/data` lists all such images, and training then leaves them "
+    check = f"to train without the bad images, list them by `python -m largebatch.pack check {tmp_path}/data`."
     assert len(said) == 1 and f"{bad}, record 0 (at byte 0) cannot be decoded (" in said[0] and check in said[0], output
 
 
