@@ -30,11 +30,12 @@ with largebatch.session() as comm:
     model = zoo.create_model(options.model, img_size=64, num_classes=2, weights=options.weights).to(device)
     head = model.get_classifier().parameters()
     optimizer = comm.wrap(largebatch.Lamb.paper(model, lr=1e-2, weight_decay=0.02), model, passes=PASSES)
-    optimizer.freeze(model.parameters())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer.freeze(trained)
     optimizer.unfreeze(head)
     for epoch in range(EPOCHS):
         if epoch == HEAD_EPOCHS:
-            optimizer.unfreeze(model.parameters())
+            optimizer.unfreeze(trained)
         model.train()
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(epoch))  # the same on all ranks
         for batch in order.split(BATCH):

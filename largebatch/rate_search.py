@@ -92,17 +92,17 @@ class Losses(Hook):
     def after_train_step(self, trainer: Trainer, output: StepOutput) -> None:
         total = trainer.comm.allreduce(output.loss_sum.double().cpu(), name="search/loss")
         self.losses.append(float(total) / trainer.comm.size)
-        self.diverged = self.has_diverged(output)
+        self.diverged = self.has_diverged()
         if self.diverged:
             trainer.stop_reason = "the loss diverged"
 
-    def has_diverged(self, output: StepOutput) -> bool:
+    def has_diverged(self) -> bool:
         return not math.isfinite(self.losses[-1])
 
 
 class Search(Losses):
-    def has_diverged(self, output: StepOutput) -> bool:
-        return not output.applied or has_diverged(self.losses)
+    def has_diverged(self) -> bool:
+        return has_diverged(self.losses)
 
     def points(self) -> tuple[list[float], list[float]]:
         """Return the rate of each update, and the finite loss after it, which the next step computes."""

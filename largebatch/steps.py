@@ -71,7 +71,7 @@ class Steps:
             raise Mistake(f"epochs is {epochs}, expected at least 1.")
         if theirs := TAKEN & options.keys():
             raise Mistake(f"Steps got {', '.join(sorted(theirs))}, which follow from its own order: leave them out.")
-        self.comm, self.step = comm, 0
+        self.comm, self.step, self._inside = comm, 0, False
         with comm.together("the order of the samples"):
             count = len(dataset)
             if not count:
@@ -134,6 +134,8 @@ class Steps:
             generator=torch.Generator(),  # else the loader draws from the program's numbers
             **self._options,
         )
+        if self._inside:
+            raise Mistake(f"the loop was left in step {self.step + 1}: keep one iter(steps), and go on with that.")
         listening: AbstractContextManager[Any] = self._signals if self._points else nullcontext()
         with listening:
             batches = iter(loader)
@@ -142,9 +144,11 @@ class Steps:
                     self._save()
                     raise StoppedEarly(self._explain(self._points.counts))
                 micro_batches = self._micro_batches(batches)
+                self._inside = True
                 yield micro_batches
                 if next(micro_batches, None) is not None:
                     raise Mistake(f"step {self.step + 1} has micro-batches left: take all before the next step.")
+                self._inside = False
                 self.step += 1
                 if self._saved and (self.step % self._saved[-1] == 0 or self.step == self.num_steps):
                     self._save()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Sequence
+from typing import TYPE_CHECKING, Any, Sequence, cast
 
 # Other imports take seconds, and a mistake on the command line need not wait for them. So they stand in functions.
 from largebatch.arguments import expanded, take_flags
@@ -151,12 +151,13 @@ def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
     with comm.together("opening the table"):
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
     choice = functools.partial(comm.from_rank_0, lambda: choose(config, flags), phase="looking for weights")
-    paths, classes, names = choice()
+    paths, classes, names, prepared = choice()
     config = replace(config, model=replace(config.model, num_classes=classes))
     held_out = open_data(config, comm, "validation", names=names)
     listed = _real_labels(flags.real_labels, held_out, comm) if flags.real_labels else None
     with comm.together("building"):
         model = build_model(config, device, weights=None).to(device)
+        cast(Any, model).default_cfg.update(prepared)
     rows = []
     gc_resume()
     for path in load_each(paths, model, comm, lambda: choice()[0]):
@@ -177,17 +178,20 @@ def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
     return rows
 
 
-def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str, ...]]:
-    """Return the files of weights, by default checkpoints of the run folder; the number of classes; their names."""
+def choose(config: TrainConfig, flags: Flags) -> tuple[list[str], int, tuple[str, ...], dict[str, Any]]:
+    """Return the files of weights, by default checkpoints of the run folder; the number of classes; and of the first
+    file the names of the classes, and how its images are prepared.
+    """
     from largebatch.checkpoint import find_weights
-    from zoo.hub import TRIES, label_names
+    from zoo.hub import TRIES, label_names, preparation
     from zoo.weights import Gone
 
     for _ in range(TRIES):  # a run that goes on may remove what was found
         found = find_weights(config.model.weights or config.folder, average=flags.ema, every=flags.all)
         paths = [str(file) for file in found]
         try:
-            return paths, config.model.num_classes or count_classes(config, paths[0]), label_names(paths[0])
+            classes = config.model.num_classes or count_classes(config, paths[0])
+            return paths, classes, label_names(paths[0]), preparation(paths[0], config.model.img_size)
         except Gone as error:
             gone = error
     raise ValueError(f"{gone}.")

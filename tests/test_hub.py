@@ -121,6 +121,15 @@ def test_a_file_with_a_name_is_read_as_ever_and_one_without_tells_by_its_neighbo
     assert create_model(weights=file).default_cfg["crop_pct"] == 0.8
 
 
+def test_the_preparation_of_images_is_that_of_the_neighbour(folder):
+    """For programs that have a file and a name; the crop is for the size."""
+    file = folder / "model.safetensors"
+    assert hub.preparation(file, 64) == GEOMETRY
+    assert hub.preparation(file, 96) == {name: value for name, value in GEOMETRY.items() if name != "crop_pct"}
+    (folder / "config.json").unlink()
+    assert hub.preparation(file, 64) == {}
+
+
 @pytest.mark.parametrize(
     "name, options", [("vit_nano32", {"img_size": 96}), ("vit_nano32", {"global_pool": "avg"}), ("volo_d1", {})]
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from recordings import FOLDER, recorded
 
+from largebatch.launch import bind
 from largebatch.launch.bind import counts
 from largebatch.launch.launcher import Launch, mismatch, recognise
 
@@ -56,8 +57,10 @@ def test_every_recording_has_its_line():
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_recognised(name):
+    """Also by bind.sh, which cannot import the package."""
     who, places = KNOWN[name]
     assert [recognise(environment) for environment in recorded(name)] == [Launch(who, *place) for place in places]
+    assert [bind.local_rank(environment) for environment in recorded(name)] == [place[2:] for place in places]
 
 
 @pytest.mark.parametrize("name", FORGOTTEN)

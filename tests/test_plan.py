@@ -31,6 +31,7 @@ from largebatch.files.table import read_table
 from largebatch.flops import training_flops, utilisation
 from largebatch.hooks.ema import Ema
 from largebatch.native.attention import choose_attention
+from largebatch.optim.look_sam import LookSam
 from largebatch.plan import constants, forecast, validation
 from largebatch.plan.__main__ import main, read
 from largebatch.plan.calibrate import Measured, predicted, read_measured
@@ -934,7 +935,7 @@ def test_a_batch_ramp_is_told_what_the_hours_leave_out():
 
 def corrected(monkeypatch, caplog, seconds: list[float], **parts) -> list[str]:
     """Let a hook of a plan watch steps that end after so many seconds each; return its lines."""
-    trainer = SimpleNamespace(comm=SimpleNamespace(rank=0), last_step=1000, state=TrainState(), device=CPU)
+    trainer = SimpleNamespace(comm=SimpleNamespace(rank=0), last_step=1000, state=TrainState(), device=CPU, sam=None)
     vars(trainer).update(parts)
     now = iter([0.0, *accumulate(seconds)])
     monkeypatch.setattr(forecast, "clock", lambda: next(now))
@@ -951,6 +952,12 @@ def test_the_first_steps_correct_the_hours_once(monkeypatch, caplog):
     (line,) = corrected(monkeypatch, caplog, seconds)
     assert line.startswith("plan: a step takes 36 s, the rest of the run 9.74 h, until ")
     assert line.endswith("(without evaluations and checkpoints)")
+
+
+def test_the_second_gradient_of_each_fifth_step_counts(monkeypatch, caplog):
+    """As in the plan: 974 steps of 30 s on average."""
+    (line,) = corrected(monkeypatch, caplog, 8 * [25.0] * 4 + 8 * [50.0], sam=LookSam(rho=0.1))
+    assert line.startswith("plan: a step takes 30 s, the rest of the run 8.12 h, until ")
 
 
 def test_short_rests_and_other_ranks_say_nothing(monkeypatch, caplog):

@@ -297,6 +297,26 @@ def test_a_start_that_was_killed_counts_to_the_step_from_which_the_next_one_went
     assert summary.duration([killed, last], rows) == "33.3 min on 2 ranks in 2 starts"  # 5400 - 4000 and 600
 
 
+def test_a_run_is_known_elsewhere_and_not_taken_for_its_predecessor(one, tmp_path):
+    """MLflow and W&B have an entry for each run; in containers many have the same path."""
+    copy = shutil.copytree(one, tmp_path / "copy")
+    assert history.identity(copy) == history.identity(one)
+    (first, *others) = history.read_starts(copy)
+    (copy / "starts.jsonl").unlink()
+    history.write_start(copy, replace(first, time=first.time + 1))
+    assert history.identity(copy) != history.identity(one)
+    for other in others:
+        before = history.identity(copy)
+        history.write_start(copy, other)
+        assert history.identity(copy) == before
+
+
+def test_a_start_that_goes_on_counts_to_the_last_row(one):
+    run = panels.Run(RunFolder(one), "one")
+    assert run.steps[-1]["time"] == 4600
+    assert summary.duration([replace(run.starts[1], ended=None)], run.steps) == "10.0 min on 4 ranks"  # from 4000
+
+
 # -- in a browser ------------------------------------------------------------------------------------------------
 
 

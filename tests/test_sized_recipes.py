@@ -203,12 +203,22 @@ WEIGHTS = ("--init-from", "w.pt", "--recipe", "finetune")
 
 @pytest.mark.parametrize("images", [12, 600, 50_000, IMAGENET])
 @pytest.mark.parametrize(
-    "given", [(), ("--model", "vit_s16"), WEIGHTS, ("--model=timm/resnet18",), ("--data.global_batch_size=96",)]
+    "given",
+    [
+        (),
+        ("--model", "vit_s16"),
+        WEIGHTS,
+        WEIGHTS[:2],
+        ("--model", "volo_d1", "--img-size", "384", *WEIGHTS[:2]),
+        ("--model=timm/resnet18",),
+        ("--data.global_batch_size=96",),
+    ],
 )
 def test_a_program_gets_the_config_of_the_command_line_and_keeps_what_it_changed(images, given):
     argv = ("--data", "/own", "--run.seed=3", *given)
     config = train.read(argv)
     assert isinstance(config, Unsized) and train.sized(config, images) == train.read(argv, images)
+    assert config.folder == train.read(argv, images).folder  # it is open before the images are counted
     changed = replace(config, run=replace(config.run, seed=7, max_steps=2))
     expected = train.read(argv, images)
     assert train.sized(changed, images) == replace(expected, run=replace(expected.run, seed=7, max_steps=2))

@@ -1,5 +1,6 @@
 """The steps of a loop of one's own, on one rank; tests/mpi/ranks/test_steps_on_ranks.py has more ranks."""
 
+import itertools
 import os
 import random
 import signal
@@ -152,6 +153,20 @@ def test_micro_batches_that_were_left_are_a_mistake():
     with pytest.raises(Mistake, match="step 1 has micro-batches left: take all before the next step"):
         for micro_batches in Steps(Single(), DATA, **ORDER):
             next(micro_batches)
+
+
+def test_a_loop_that_was_left_goes_on_with_its_iterator_alone():
+    """A new one would begin with the step that was left, which is not counted yet."""
+    steps, seen = Steps(Single(), DATA, **ORDER), []
+    left = iter(steps)
+    for micro_batches in itertools.chain(itertools.islice(left, 2), left):
+        seen += [values.tolist() for values, _ in micro_batches]
+    assert sorted(sum(seen, [])) == sorted(3 * [*range(9)]) and steps.step == steps.num_steps
+    steps = Steps(Single(), DATA, **ORDER)
+    for micro_batches in itertools.islice(steps, 2):
+        [*micro_batches]
+    with pytest.raises(Mistake, match="the loop was left in step 2: keep one iter.steps., and go on with that"):
+        next(iter(steps))
 
 
 def test_a_folder_at_an_address_is_a_mistake():

@@ -130,6 +130,42 @@ def test_a_model_of_the_user_needs_no_attributes(tmp_path):
     assert torch.equal(other.body.weight, model.body.weight) and other.head.weight.shape == (3, 8)
 
 
+class WithFc(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body, self.fc = nn.Conv2d(3, 8, 8, 8), nn.Linear(8, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.body(images).relu().mean((2, 3)))
+
+
+@timm.models.register_model
+def own_with_fc(pretrained=False, num_classes=10, **options):
+    return WithFc(num_classes)
+
+
+def test_a_head_that_the_model_does_not_name_is_one_sentence(tmp_path, monkeypatch):
+    """Other classes, or another order of them, need another head, or other rows."""
+    model, names = create_model("timm/own_with_fc", **NANO), [*"abcdefg"]
+    zoo.save_weights(model, tmp_path / "model.safetensors")
+    content = zoo.hub.describe("timm/own_with_fc", model, label_names=names)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    sentence = "other classes than the model, whose head is not named head or aux_head: give the model its name, as in"
+    for others in (names[::-1], [*"tuvwxyz"]):
+        with pytest.raises(ValueError, match=sentence):
+            create_model("timm/own_with_fc", weights=tmp_path, label_names=others)
+    monkeypatch.setattr(WithFc, "pretrained_cfg", {"classifier": "fc"}, raising=False)
+    turned = create_model("timm/own_with_fc", weights=tmp_path, label_names=names[::-1])
+    assert torch.equal(turned.fc.weight, model.fc.weight.flip(0))
+    assert create_model("timm/own_with_fc", weights=tmp_path, num_classes=3).fc.weight.shape == (3, 8)
+
+
+@pytest.mark.parametrize("name, warned", [("timm/dm_nfnet_f0", True), ("timm/resnet18", False)])
+def test_a_warning_says_where_timm_squeezes_images(name, warned, caplog):
+    on_meta(name.removeprefix("timm/"))
+    assert ("prepares its images by squash, and here the centre is cut out" in caplog.text) == warned
+
+
 def test_a_model_of_the_user_that_is_not_registered_is_one_sentence(tmp_path):
     zoo.save_weights(create_model("timm/own_of_a_user", **NANO), tmp_path / "model.safetensors")
     content = zoo.hub.describe("timm/own_of_a_user", create_model("timm/own_of_a_user", **NANO))

@@ -137,6 +137,13 @@ def label_names(weights: str | Path) -> tuple[str, ...]:
     return _label_names(config, *_description(config)) if config.is_file() else ()
 
 
+def preparation(weights: str | Path, img_size: int) -> dict[str, Any]:
+    """Return the values of `GEOMETRY` that config.json beside a weights file has for images of this size, or {}."""
+    config = Path(weights).with_name(CONFIG)
+    size, _, known = _facts(config, *_description(config)) if config.is_file() else (0, 0, {})
+    return {key: known[key] for key in GEOMETRY if key in known and (key != "crop_pct" or size == img_size)}
+
+
 def head_rows(theirs: Sequence[str], ours: Sequence[str]) -> list[int] | None:
     """Return, for each of our classes, its row in a head for theirs; [] if these are others, None if they fit.
 
@@ -167,6 +174,16 @@ def _description(config: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _read(file: Path, config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> Found:
+    size, classes, known = _facts(config, content, cfg)
+    arguments = dict(content.get("model_args") or {})
+    arguments.pop("img_size", None)
+    pool = "avg" if arguments.pop("global_pool", "token") == "avg" else ""
+    return Found(file, _zoo_name(content["architecture"], arguments, file=file), size, classes, pool, known)
+
+
+def _facts(config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]]:
+    """Return image size, number of classes, and the `cfg` of a `Found`; ValueError for a value that cannot be."""
+
     def check(name: str, value: Any, fits: bool, expected: str) -> Any:
         if not fits:
             what = printable(repr(value)[:60])
@@ -174,11 +191,11 @@ def _read(file: Path, config: Path, content: Mapping[str, Any], cfg: Mapping[str
         return value
 
     arguments = content.get("model_args") or {}
-    arguments = dict(check("model_args", arguments, isinstance(arguments, dict), "an object"))
-    size, pool = arguments.pop("img_size", cfg.get("input_size")), arguments.pop("global_pool", "token")
+    check("model_args", arguments, isinstance(arguments, dict), "an object")
+    size: Any = arguments.get("img_size", cfg.get("input_size"))
     size = size[-1] if isinstance(size, list) and size else size
     name, classes = content.get("architecture"), content.get("num_classes", cfg.get("num_classes"))
-    name = check("architecture", name, isinstance(name, str), "a name of timm")
+    check("architecture", name, isinstance(name, str), "a name of timm")
     check("img_size", size, _whole(size) and 0 < size <= MOST_PIXELS, f"pixels, 1 to {MOST_PIXELS}")
     check("num_classes", classes, _whole(classes) and classes >= 0, "a whole number")
     known = {key: cfg[key] for key in GEOMETRY if cfg.get(key) is not None}
@@ -193,8 +210,7 @@ def _read(file: Path, config: Path, content: Mapping[str, Any], cfg: Mapping[str
     check("interpolation", filter_, filter_ in FILTERS, " or ".join(FILTERS))
     names = _label_names(config, content, cfg)
     check("label_names", [*names], len(names) in (0, classes), f"{classes} names, one for each class")
-    known |= {"label_names": names} if names else {}
-    return Found(file, _zoo_name(name, arguments, file=file), size, classes, "avg" if pool == "avg" else "", known)
+    return size, classes, known | ({"label_names": names} if names else {})
 
 
 def _label_names(config: Path, content: Mapping[str, Any], cfg: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ one of several.
 """
 
 import difflib
+import logging
 import re
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ import timm
 import torch
 from timm.models import PretrainedCfg
 from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "timm/"
 TIMM = "timm_name"  # the attribute by which these models are known
@@ -62,6 +65,8 @@ def build_timm(
         prepared["interpolation"] = "bicubic"
     model.default_cfg = model.pretrained_cfg = prepared
     setattr(model, TIMM, name)
+    if own.get("crop_mode", "center") != "center":
+        logger.warning("%s: timm prepares its images by %s, and here the centre is cut out", name, own["crop_mode"])
     if next(model.parameters()).is_meta:
         _try(model, name, img_size=img_size, num_classes=num_classes, native=own["input_size"][-1])
     return model

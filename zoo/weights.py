@@ -277,6 +277,11 @@ def _replace_heads(
     rows: Sequence[int] | None,
 ) -> Tensors:
     """Put new heads in place of those for other classes; a missing head counts as one for 0 classes."""
+    if rows is not None and not any(_num_classes(target, head) for head in heads):
+        raise ValueError(
+            f"{path} has other classes than the model, whose head is not named {' or '.join(heads)}: give the model "
+            'its name, as in pretrained_cfg = {"classifier": "fc"}'
+        )
     for head in heads:
         found, wanted = _num_classes(weights, head), _num_classes(target, head)
         if found is None or not (found or wanted) or found == wanted and rows is None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from largebatch.precision import DTYPES
 from largebatch.ranks import Ranks
 from largebatch.replica import Replica
 from largebatch.schedules import scale_lr
-from zoo import create_model
+from zoo import create_model, hub
 from zoo.weights import Gone, OtherModel
 
 logger = logging.getLogger(__name__)
@@ -89,14 +90,16 @@ def build_first_model(
     config: TrainConfig, device: torch.device, comm: Ranks, names: Sequence[str] = ()
 ) -> nn.Module:
     """Build the model with its first weights; look again if another run has removed them meanwhile."""
-    place, weights = config.model.weights, None
+    place, weights, prepared = config.model.weights, None, dict[str, Any]()
 
-    def find() -> str:  # on rank 0, because a run may add files while ranks look
-        return str(checkpoint.find_weights(place)[0])
+    def find() -> tuple[str, dict[str, Any]]:  # on rank 0, because a run may add files while ranks look
+        file = str(checkpoint.find_weights(place)[0])
+        return file, hub.preparation(file, config.model.img_size)
 
     while True:
-        before, weights = weights, comm.from_rank_0(find, phase="looking for weights") if place else None
-        model = None
+        before, model = weights, None
+        if place:
+            weights, prepared = comm.from_rank_0(find, phase="looking for weights")
         with comm.together("building"):
             try:
                 model = build_model(config, device, weights=weights, names=names)
@@ -105,6 +108,7 @@ def build_first_model(
                     raise
         if all(comm.allgather_object(model is not None, name="build/model")):
             assert model is not None
+            cast(Any, model).default_cfg.update(prepared)
             return model
 
 

@@ -1,6 +1,5 @@
 """The numbers of a run at MLflow, with --log.to mlflow. MLFLOW_TRACKING_URI and its other variables hold."""
 
-import hashlib
 import os
 import threading
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from largebatch.files.names import without_password
 from largebatch.files.run_folder import Row
 from largebatch.hooks.sinks import Tracker
 from largebatch.process.background import in_background
+from largebatch.report.history import identity
 
 EXPERIMENT, TAG = "largebatch", "largebatch.run"  # the first unless MLFLOW_EXPERIMENT_NAME is set
 MOST, CLOSE_S = 100, 30.0  # values in a request; the longest wait at the end
@@ -42,8 +42,8 @@ class MLflow(Tracker):
 
     def find_run(self, place: Path) -> str:
         """Return the entry of a run folder, made if it is missing. Its parameters stay those of the first start."""
-        name, key = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT), hashlib.sha256(str(place).encode())
-        experiment, tags = self.client.get_experiment_by_name(name), {TAG: key.hexdigest()[:16]}
+        name, tags = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT), {TAG: identity(place)}
+        experiment = self.client.get_experiment_by_name(name)
         inside = experiment.experiment_id if experiment else self.client.create_experiment(name)
         found = self.client.search_runs([inside], f"tags.`{TAG}` = '{tags[TAG]}'", max_results=1)
         run = found[0] if found else self.client.create_run(inside, run_name=place.name, tags=tags)

@@ -1,6 +1,5 @@
 """The numbers of a run at Weights & Biases, with --log.to wandb. WANDB_MODE=offline keeps them in the run folder."""
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from largebatch.engine import Trainer
 from largebatch.files.run_folder import Row
 from largebatch.hooks.sinks import Tracker
+from largebatch.report.history import identity
 
 PROJECT = "largebatch"  # unless WANDB_PROJECT is set
 
@@ -32,7 +32,7 @@ class WeightsAndBiases(Tracker):
             self.run = wandb.init(
                 project=wandb.Settings().project or PROJECT,
                 name=place.name,
-                id=hashlib.sha256(str(place).encode()).hexdigest()[:16],
+                id=identity(place),
                 resume="allow",
                 dir=str(place),
                 config=self.options,

@@ -154,8 +154,11 @@ def share(cores: Sequence[list[int]], part: int, parts: int) -> list[int]:
 
 def local_rank(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return (local rank, ranks on this host); (0, 1) without a launcher."""
-    for name, size in LOCAL_RANK.items():
+    # torchrun's ranks inherit the variables of the srun or mpirun that started it.
+    names = ["LOCAL_RANK"] if "TORCHELASTIC_RUN_ID" in environment else [*LOCAL_RANK]
+    for name in names:
         if name in environment:
+            size = LOCAL_RANK[name]
             rank, sizes = int(environment[name]), counts(environment.get(size, ""))
             host = int(environment.get("SLURM_NODEID", 0)) if len(sizes) > 1 else 0
             return rank, max([rank + 1, *sizes[host : host + 1]])

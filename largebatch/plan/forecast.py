@@ -131,7 +131,8 @@ class Correction(Hook):
         self.ends.append(clock())
         if len(self.ends) == UNMEASURED + MEASURED + 1:
             steps = [after - before for before, after in zip(self.ends, self.ends[1:])]
-            if line := self.line(trainer, statistics.median(steps[UNMEASURED:])):
+            extra = 1 / trainer.sam.every if trainer.sam else 0  # the median has no second gradient
+            if line := self.line(trainer, (1 + extra) * statistics.median(steps[UNMEASURED:])):
                 logger.info("%s", line)
 
     def line(self, trainer: Trainer, seconds: float) -> str:

@@ -288,7 +288,9 @@ class Reduced(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         _refuse_inside_step(self, "A state was loaded")
+        groups = self.param_groups  # a scheduler of the given instance sees this list
         self.kind.load_state_dict(self, state_dict)
+        groups[:], self.param_groups = self.param_groups, groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise Mistake(

@@ -32,7 +32,7 @@ class Single(Ranks):
         self.is_open = True
 
     def start_allreduce(self, tensor: Tensor, *, name: str, among: Among = "all", largest: bool = False) -> Tensor:
-        return tensor.clone()
+        return tensor.detach().clone()
 
     def finish(self, handle: Tensor, *, pause_s: float | None = None) -> Tensor:
         return handle

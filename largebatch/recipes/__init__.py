@@ -1,6 +1,7 @@
 """Published runs by name. A recipe is a function that returns a complete `TrainConfig`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from largebatch.recipes import small_batch, user_file, volo
 from largebatch.recipes.cifar import cifar10
 from largebatch.recipes.hybrid import cifar10_hybrid, cifar10_pipeline, vit_6b16
 from largebatch.recipes.quickstart import quickstart
-from largebatch.recipes.sized import finetune, scratch
+from largebatch.recipes.sized import finetune, folder_of, scratch
 from largebatch.recipes.vit import vit_b16, vit_b32, vit_l32, vit_s16
 
 PRETRAINING = (volo.volo_d1, volo.volo_d2, volo.volo_d3, volo.volo_d4, volo.volo_d5)
@@ -114,7 +115,11 @@ def find(given: Mapping[str, Any], num_images: int | None = None, *, argv: Seque
             f"There is no recipe {name!r}: {hint}--recipe takes {', '.join(RECIPES)}, or my.py:function for one of "
             "your own."
         )
-    return RECIPES[name]()
+    config = RECIPES[name]()
+    if given.get("recipe") or not given.get("model.weights"):
+        return config
+    # A fine-tuning has one folder, which is opened before its images are counted.
+    return replace(config, run=replace(config.run, folder=f"{folder_of(model)}_finetuned"))
 
 
 def depends_on_data(argv: Sequence[str]) -> bool:

@@ -75,12 +75,13 @@ def accuracy(epochs: list[Row]) -> str:
 
 
 def duration(starts: list[Start], steps: list[Row]) -> str:
-    """Return the hours of all starts; one that was killed counts to the step from which the next went on."""
+    """Return the hours of all starts; one without an end counts to the step from which the next went on, if any."""
     seconds = 0.0
     for number, start in enumerate(starts):
         ended = start.ended
-        if ended is None and number + 1 < len(starts):
-            kept = [row["time"] for row in steps if row["step"] <= starts[number + 1].step and row.get("time", 0) > 0]
+        if ended is None:
+            last = starts[number + 1].step if number + 1 < len(starts) else math.inf
+            kept = [row["time"] for row in steps if row["step"] <= last and row.get("time", 0) > 0]
             ended = kept[-1] if kept else start.time
         seconds += max(0.0, (ended or start.time) - start.time)
     if not starts:

@@ -31,6 +31,14 @@ def test_a_search_is_the_same_on_any_ranks_and_a_run_after_it_as_if_there_had_be
     assert code == 2 and "one, which has checkpoints of a run: a search begins from the initial state, so " in output
 
 
+def test_a_step_that_fp16_skips_does_not_end_a_search(tmp_path):
+    """The scale of the loss falls then, and training goes on."""
+    batch = "--data.global_batch_size 16 --run.precision fp16".split()
+    code, output = train(tmp_path, *batch, program="find_lr")
+    assert code == 0, output
+    assert float(rows(tmp_path, "find_lr.csv")[-1]["lr"]) > 0.2
+
+
 @pytest.mark.evidence
 @pytest.mark.parametrize("batch", ["64", "256"])
 @pytest.mark.parametrize("name", ["lamb", "adamw"])

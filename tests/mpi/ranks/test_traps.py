@@ -492,6 +492,8 @@ def test_wrapping_keeps_hooks_state_and_defaults(comm):
             stepped.step()
             stepped.zero_grad()
             scheduler.step()
+        if step == 0:  # as a run that resumes
+            optimizer.load_state_dict(optimizer.state_dict())
     assert called == ["before", "after"] * 3 and same(model, reference)
     assert optimizer.param_groups[0]["lr"] == plains[1].param_groups[0]["lr"] == 0.05 / 8
 

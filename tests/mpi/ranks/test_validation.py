@@ -105,6 +105,27 @@ def test_what_the_model_says_of_its_images_is_taken(comm, folder, monkeypatch):
     assert (row.model, row.img_size, row.crop_pct, row.interpolation) == ("vit_nano32", SIDE, 0.9, "bicubic")
 
 
+def test_images_are_prepared_as_config_json_beside_the_weights_says(comm, folder):
+    """As `predict` does it; --data.crop_pct and the others still hold."""
+    if comm.rank == 0:
+        place = folder / "weights" / "exported"
+        place.mkdir()
+        weights = folder / "weights" / "one.safetensors"
+        model = create_model("vit_nano32", img_size=SIDE, num_classes=CLASSES, weights=weights)
+        save_weights(model, place / "model.safetensors")
+        geometry = dict(crop_pct=0.5, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+        (place / "config.json").write_text(json.dumps(hub.describe("vit_nano32", model, **geometry)))
+    comm.broadcast_object(None, name="exported")
+    (row,) = validated(comm, folder, weights="exported")
+    assert (row.crop_pct, row.interpolation) == (0.5, "bilinear")
+    given = ["--data.crop_pct=0.5", "--data.interpolation=bilinear"]
+    given += ["--data.mean=0.1,0.2,0.3", "--data.std=0.4,0.5,0.6"]
+    (other,) = validated(comm, folder, *given)
+    assert row.loss == other.loss != validated(comm, folder)[0].loss
+    (row,) = validated(comm, folder, "--data.crop_pct=0.9", weights="exported")
+    assert (row.crop_pct, row.interpolation) == (0.9, "bilinear")
+
+
 @pytest.fixture(scope="module")
 def single(comm, folder) -> validate.Row:
     return validated(comm, folder, "--data.eval_batch_size=1")[0]
