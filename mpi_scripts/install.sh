@@ -235,7 +235,9 @@ lock() {                            # of two runs at the same time, the second w
     mkdir -p "$(dirname "$VENV")"
     exec 9>"$VENV.lock"
     command -v flock >/dev/null 2>&1 || return 0
-    flock -n 9 || { say "another install.sh is working on $VENV, waiting for it"; flock 9; }
+    local held=0
+    flock -n 9 || held=$?                       # 1: by another; above: the file system has no locks
+    [ $held != 1 ] || { say "another install.sh is working on $VENV, waiting for it"; flock 9; }
 }
 
 mpi_name() {

@@ -228,6 +228,20 @@ def test_this_machine_answers_without_ssh(tmp_path):
     assert abs(found.ahead_s) <= found.bound_s + 0.05 and "lo" in [interface.name for interface in found.interfaces]
 
 
+def test_another_host_is_asked_in_one_line(tmp_path, monkeypatch):
+    """Its login shell may be csh, which takes no line breaks inside of quotes."""
+    (tmp_path / "a b!").mkdir()
+    monkeypatch.chdir(tmp_path / "a b!")
+    told = tmp_path / "command"
+    (tmp_path / "ssh").write_text(f'#!/bin/sh\nfor last; do :; done\nprintf %s "$last" >{told}\nexec sh -c "$last"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    wanted = {"packages": ["torch"], "data": "a 'quoted' \n folder!", "launcher": ""}
+    found = hosts.ask(Host("elsewhere"), wanted, limit_s=60)
+    assert found.facts and found.facts["packages"]["torch"], found.cause
+    assert "\n" not in told.read_text() and told.read_text().startswith("exec sh -c ")
+
+
 def test_pairs_far_slower_than_others_are_notes():
     found = {"a and b": (1e-5, 8e8), "a and c": (1e-5, 9e8), "b and c": (1.2e-5, 1e8), "a and d": (9e-3, 8e8)}
     pairs = {pair: {"latency_s": late, "bytes_per_s": rate} for pair, (late, rate) in found.items()}

@@ -498,6 +498,16 @@ def test_a_venv_with_or_without_horovod_is_found(tmp_path, has, wanted, found):
     assert ("no Horovod: several ranks start under torchrun\n" in result.stdout) == (found and has == "none")
 
 
+@pytest.mark.parametrize("code, waits", [(0, False), (1, True), (65, False), (71, False)])
+def test_a_file_system_without_locks_is_no_other_set_up(tmp_path, code, waits):
+    """flock -n ends with 1 if another process holds the lock, and with 65 or 71 on Lustre or NFS without locks."""
+    program(tmp_path / "flock", f'[ "$1" = -n ] || {{ echo waited; exit 0; }}; exit {code}')
+    script = "lock; echo went on"
+    result = functions(script, VENV=str(tmp_path / "venv"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert result.returncode == 0 and result.stdout.endswith("went on\n"), result.stderr
+    assert ("another install.sh is working" in result.stdout, "waited" in result.stdout) == (waits, waits)
+
+
 def test_a_horovod_that_is_out_of_date_is_not_left_behind(tmp_path):
     (tmp_path / "largebatch-installed").write_text("fingerprint=old\nhorovod=0.28.1\n")
     result = functions("FORCE=no CUDA='' HOROVOD=no; make_venv python3", VENV=str(tmp_path))

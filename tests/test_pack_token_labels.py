@@ -303,3 +303,11 @@ def test_a_teachers_maps_are_its_logits_of_the_centre_square(tmp_path, shards):
         found = dense.gather(0, torch.from_numpy(ids[k]).long())
         torch.testing.assert_close(found, torch.from_numpy(scores[k]).float(), rtol=0, atol=0.02 * float(dense.std()))
         assert dense.std(dim=(1, 2)).mean() > 0.1 * dense.std()
+
+
+def test_maps_of_another_image_size_are_made_differently(tmp_path, shards):
+    zoo.save_weights(zoo.create_model("vit_nano32", img_size=64, num_classes=7), tmp_path / "w.safetensors")
+    options = ["--teacher", "vit_nano32", "--weights", tmp_path / "w.safetensors", "--num-classes", 7]
+    add(shards, tmp_path / "out", *options, "--img-size", 64)
+    with pytest.raises(ValueError, match="already has shards that were made differently .img_size 64, now 96.: choose"):
+        add(shards, tmp_path / "out", *options, "--img-size", 96)

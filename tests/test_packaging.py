@@ -84,6 +84,19 @@ def test_the_command_that_installs(tmp_path):
     assert installer.SCRIPT == ROOT / "mpi_scripts" / "install.sh"
 
 
+def test_the_command_that_installs_is_for_this_environment_and_from_any_folder(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "with room"
+    elsewhere.mkdir()
+    monkeypatch.setattr(sys, "prefix", str(elsewhere))
+    monkeypatch.setattr(installer, "MARKER", elsewhere / "largebatch-installed")
+    monkeypatch.chdir(tmp_path)
+    assert install_command() == f"{ROOT}/mpi_scripts/install.sh"  # it has not made this one
+    installer.MARKER.write_text("horovod=none\n")
+    assert installer.noted(installer.MARKER) == {"horovod": "none"}
+    told = f"VENV='{elsewhere}' CUDA=12.6 {ROOT}/mpi_scripts/install.sh --force"
+    assert install_command("--force", settings="CUDA=12.6") == told
+
+
 def test_the_command_that_installs_where_a_wheel_lacks_the_script(tmp_path, monkeypatch):
     """It is that of the folder that pip took the package from, if this is still there."""
 

@@ -39,7 +39,7 @@ import fcntl, importlib.metadata, importlib.util, json, os, pathlib, socket, str
 print("ready", flush=True)
 for line in sys.stdin:
     print(repr(time.time()), flush=True)
-wanted, facts = json.loads(sys.argv[1]), {}
+wanted, facts = json.loads(bytes.fromhex(sys.argv[1])), {}
 def at(what): print("at " + what, flush=True)
 
 at("its own name")
@@ -201,16 +201,17 @@ def ask_all(hosts: Hosts, data: str, launcher: str, packages: list[str], *, limi
 def ask(host: Host, wanted: dict, *, limit_s: float) -> Answer:
     here, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
     path = os.environ.get("PYTHONPATH")  # the ranks get it, too
+    probe = "import sys; exec(bytes.fromhex(sys.argv.pop()))"
     script = (
         f"cd {here} 2>/dev/null || exit {NO_FOLDER}; [ -x {python} ] || exit {NO_INTERPRETER}; "
         f"{f'export PYTHONPATH={shlex.quote(path)}; ' if path else ''}"
-        f"exec {python} -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(wanted))}"
+        f"exec {python} -c {shlex.quote(probe)} {json.dumps(wanted).encode().hex()} {PROBE.encode().hex()}"
     )
-    if is_here(host.name):
-        command = ["sh", "-c", script]
-    else:
+    command = ["sh", "-c", script]
+    if not is_here(host.name):
         options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, int(limit_s * 2 / 3))}"]
-        command = ["ssh", *options, host.name, script]
+        # The login shell may be csh, which takes no line breaks inside of quotes.
+        command = ["ssh", *options, host.name, shlex.join(["exec", *command])]
     answer, last, began = Answer(host), "", time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         last, code = converse(command, answer, errors, limit_s=limit_s)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from largebatch.doctor.result import INSTALL, REINSTALL, Output, Result, run
-from largebatch.process.installer import SCRIPT, install_command
+from largebatch.process.installer import install_command
 from largebatch.process.packages import version_of
 
 # zoo is before timm: with a CPU build of torch, timm imports only after zoo.
@@ -111,13 +111,12 @@ def check_versions() -> Result:
     try:
         requirements = list(required())
     except importlib.metadata.PackageNotFoundError:
-        return Result(name, False, cause=f"this project is not installed for {sys.executable}", fix=INSTALL)
+        return Result(name, False, cause=f"this project is not installed for {sys.executable}", fix=REINSTALL)
     missing = [requirement for requirement in requirements if not version_of(requirement.name)]
     if missing:
         names = [str(requirement) for requirement in missing]
-        by_pip = f"{sys.executable} -m pip install {shlex.join(names)}"
         cause = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not installed"
-        return Result(name, False, cause=cause, fix=INSTALL if SCRIPT.exists() else by_pip)
+        return Result(name, False, cause=cause, fix=f"{sys.executable} -m pip install {shlex.join(names)}")
     for requirement in requirements:
         version = importlib.metadata.version(requirement.name)
         if not requirement.allows(version):

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from largebatch.files.names import on_screen
-from largebatch.process.installer import install_command
+from largebatch.process.installer import install_command, noted
 
-INSTALL, REINSTALL = install_command(), install_command("--force")
+NO_HOROVOD = ["--no-horovod"] if noted().get("horovod") == "none" else []
+INSTALL, REINSTALL = install_command(), install_command("--force", *NO_HOROVOD)
 
 # What is no error: noise that Open MPI and torchrun print around the real one, and the stages of launches.ALLREDUCE.
 NO_ERROR = re.compile(

@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("--weights belongs to --teacher; --labels needs no weights: leave one of the two out.")
     with mpi_world() as world:
         maps = converted(args.labels) if args.labels else _taught(args)
-        made_by = {"labels": args.labels} if args.labels else {"teacher": args.teacher, "weights": args.weights}
+        taught = ("teacher", "weights", "img_size", "num_classes")
+        made_by = {name: getattr(args, name) for name in (("labels",) if args.labels else taught)}
         count = add_maps(args.source, args.out, maps, made_by=made_by, world=world)
         if world.rank == 0:
             print(f"train: {count} images with label maps")

@@ -13,12 +13,20 @@ MARKER = Path(sys.prefix) / "largebatch-installed"  # install.sh notes there wha
 
 def install_command(*options: str, settings: str = "", script: Path = SCRIPT) -> str:
     """Return the command with install.sh. settings: variables before it, such as CUDA=12.6."""
-    command = "mpi_scripts/install.sh"
-    if not script.exists():  # a wheel does not have it
+    command, own = "mpi_scripts/install.sh", script.parents[1] / ".venv"
+    if script.exists():
+        command = command if Path(command).exists() else shlex.quote(str(script))
+        if MARKER.exists() and Path(sys.prefix).resolve() != own.resolve():
+            settings = f"VENV={shlex.quote(sys.prefix)} {settings}".strip()
+    else:  # a wheel does not have it
         source = installed_from()
         folder = shlex.quote(str(source)) if source and source.is_dir() else "FOLDER_OF_THE_SOURCES"
         command = f"{folder}/{command}"
     return " ".join(word for word in (settings, command, *options) if word)
+
+
+def noted(marker: Path = MARKER) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in marker.read_text().splitlines()) if marker.exists() else {}
 
 
 def installed_from() -> Path | None:
@@ -36,8 +44,7 @@ def foreign_gpu(capability: tuple[int, int], marker: Path = MARKER) -> str:
 
     CUDA runs code of the same major and no greater minor version, and compiles that of the last for every later GPU.
     """
-    noted = dict(line.split("=", 1) for line in marker.read_text().splitlines()) if marker.exists() else {}
-    listed = noted.get("architectures", "")
+    listed = noted(marker).get("architectures", "")
     numbers = [int(number) for number in listed.split(",") if number.isdigit()]
     gpu = 10 * capability[0] + capability[1]
     runs = any(number // 10 == capability[0] and number <= gpu for number in numbers) or gpu >= max(numbers, default=0)
