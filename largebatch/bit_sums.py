@@ -19,12 +19,11 @@ def bit_sum(tensor: Tensor) -> Tensor:
     word is added to the low half, because all odd numbers times 2^63 are equal modulo 2^64.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    sums = []
     for piece in flat.split(PIECE * WORD):
         words = _words(piece)
-        mixed = (words >> 32).add_(words).mul_(_odd_numbers(PIECE, words.device)[: len(words)])
-        total = total * STEP + mixed.sum()
-    return total
+        sums.append((words >> 32).add_(words).mul_(_odd_numbers(PIECE, words.device)[: len(words)]).sum())
+    return functools.reduce(lambda total, one: total * STEP + one, sums)
 
 
 def bit_sums(tensors: Iterable[Tensor]) -> Tensor:

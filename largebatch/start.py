@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from largebatch.config import TrainConfig, dropping, options, without_effect
+from largebatch.config.checks import check
 from largebatch.precision import choose_precision, computes
 from largebatch.process.shared_memory import remove_leftovers
 from largebatch.ranks import Ranks, preflight, session
@@ -88,4 +89,6 @@ def resolve(config: TrainConfig, device: torch.device) -> TrainConfig:
     if config.run.precision != "auto":
         return config
     precision = choose_precision(device)
-    return replace(config, run=replace(config.run, precision=precision))  # type: ignore[arg-type]  # one of its texts
+    config = replace(config, run=replace(config.run, precision=precision))  # type: ignore[arg-type]  # one of its texts
+    check(config)  # the choice may contradict other options
+    return config

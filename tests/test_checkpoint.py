@@ -33,7 +33,7 @@ from largebatch.checkpoint import store
 from largebatch.config import TrainConfig, dump
 from largebatch.engine import TrainState
 from largebatch.hooks import checkpointing
-from largebatch.optim import Lamb, init_state
+from largebatch.optim import Lamb, build_optimizer, init_state
 from largebatch.predict.__main__ import why_unreadable
 from zoo import hub
 
@@ -100,6 +100,20 @@ def assert_equal(one: object, other: object) -> None:
 
 
 # -- what goes in comes out --------------------------------------------------------------------------------------
+
+
+def test_a_state_from_a_gpu_goes_on_here(tmp_path):
+    """NAdam's counters are on the device that it trains on, and torch takes the saved option for that."""
+    model, scaler = nn.Linear(3, 2), torch.amp.GradScaler("cpu", enabled=False)
+    parts = model, build_optimizer(model, name="nadamw", lr=0.1, weight_decay=0.0), scaler
+    model(torch.ones(1, 3)).sum().backward()
+    parts[1].step()
+    parts[1].param_groups[0]["capturable"] = True  # as on a GPU
+    path = save(tmp_path, 7, parts=parts)
+    parts[1].param_groups[0]["capturable"] = False
+    load(path, parts)
+    parts[1].step()
+    assert [float(state["step"]) for state in parts[1].state.values()] == [2, 2]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -10,6 +10,7 @@ import gc
 import io
 import itertools
 import os
+import re
 import threading
 from contextlib import closing
 
@@ -132,6 +133,18 @@ def difference(ours, theirs):
 def finished_by(request, monkeypatch):
     """Who resizes and normalises: DALI, as on a GPU, or our threads, as on a CPU."""
     monkeypatch.setattr(dali, "_finishes_on_cpu", lambda device: request.param == "threads")
+
+
+@pytest.mark.parametrize("words", ["CUDA allocation failed", "Can't allocate 9 bytes on device 0.", "std::bad_alloc"])
+def test_a_lack_of_memory_is_told_as_such(images, monkeypatch, words):
+    """A validation then tries smaller batches. DALI has these words in a RuntimeError."""
+
+    def fail(*_):
+        raise RuntimeError(f"Critical error in pipeline: {words}")
+
+    monkeypatch.setattr("nvidia.dali.Pipeline.run", fail)
+    with pytest.raises(MemoryError, match=re.escape(words)):
+        next(iter(eval_loader(images)))
 
 
 @pytest.mark.parametrize("crop_pct, interpolation", [(0.9, "bicubic"), (0.875, "bilinear"), (1.15, "bicubic")])

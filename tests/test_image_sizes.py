@@ -69,7 +69,7 @@ def test_the_embedding_is_resampled_in_float32_under_autocast():
     ours.pos_drop.register_forward_hook(lambda layer, inputs, output: seen.append(output))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         ours(torch.zeros(1, 3, 64, 64))
-    places = resampling(3, 2).double() @ ours.pos_embed[0, 1:].double()
+    places = resampling(3, 2, torch.device("cpu")).double() @ ours.pos_embed[0, 1:].double()
     expected = torch.cat([(ours.cls_token + ours.pos_embed[:, :1])[0], places + ours.patch_embed.proj.bias.bfloat16()])
     torch.testing.assert_close(seen[0][0].double(), expected.double(), rtol=0, atol=1e-6)
 

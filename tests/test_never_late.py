@@ -133,6 +133,13 @@ def vit_with_cutmix(device: torch.device, optimizer_name: str = "lamb", sam: Loo
     return trainer_for(model, classification, augment, device=device, optimizer_name=optimizer_name, sam=sam)
 
 
+def vit_with_smaller_images(device: torch.device) -> Trainer:
+    """As in the first phase of --schedule.image_sizes."""
+    model = zoo.create_model("vit_nano32", img_size=2 * SIDE, num_classes=CLASSES)
+    model.take_smaller_images()
+    return trainer_for(model, classification, Augment(CLASSES), device=device)
+
+
 def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
     few = replace(STRUCTURES["volo_d1"], depths=(1, 2, 1, 1))
     with device:
@@ -145,6 +152,7 @@ def volo_with_token_labels(device: torch.device, **options: Any) -> Trainer:
 def compute_nothing(monkeypatch) -> None:
     """Let the engine take the device "meta": autocast refuses it, and a copy for which nobody waits has no values."""
     monkeypatch.setattr(engine, "autocast", lambda device, precision: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "autocast", lambda *given, **options: contextlib.nullcontext())
     monkeypatch.setattr(engine, "to_host", lambda tensor: lambda: torch.zeros(tensor.shape, dtype=tensor.dtype))
 
 
@@ -153,6 +161,7 @@ RUNS: dict[str, Callable[[torch.device], Trainer]] = {
     "ViT, LARS": lambda device: vit_with_cutmix(device, "lars"),
     "ViT, Muon": lambda device: vit_with_cutmix(device, "muon"),
     "ViT, Look-LayerSAM": lambda device: vit_with_cutmix(device, sam=LookSam(rho=0.05, every=5, alpha=0.7)),
+    "ViT, smaller images": vit_with_smaller_images,
     "VOLO, MixToken": lambda device: volo_with_token_labels(device, mix_token=True),
     "VOLO, mixup": lambda device: volo_with_token_labels(device, mixup_alpha=0.2),
 }

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ import torch
 
 from largebatch import start, train, validate
 from largebatch.config import Answer, RunConfig, TrainConfig
+from largebatch.config.parallel import ParallelConfig
 from largebatch.ranks import Stopped, mistakes
 
 
@@ -85,6 +87,16 @@ def test_bits_are_compared_only_where_sums_come_in_one_order():
         run = RunConfig(recompute="500 steps", deterministic=deterministic, precision="fp32")
         with pytest.raises(ValueError, match="set --run.deterministic true as well") if refused else nullcontext():
             start.resolve(TrainConfig(run=run), torch.device(device))
+
+
+def test_a_precision_that_the_device_chooses_is_checked(monkeypatch):
+    """A GPU without bf16 computes in fp16, which ranks that share a model cannot."""
+    monkeypatch.setattr(start, "choose_precision", lambda device: "fp16")
+    config = TrainConfig(run=RunConfig(precision="auto"))
+    assert start.resolve(config, torch.device("cuda")).run.precision == "fp16"
+    shared = replace(config, parallel=ParallelConfig(pipeline=2, micro_batches=2))
+    with pytest.raises(ValueError, match="--run.precision is fp16 and --parallel pipeline 2: .*choose bf16 or fp32"):
+        start.resolve(shared, torch.device("cuda"))
 
 
 def test_the_benchmarks_are_listed():

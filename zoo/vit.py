@@ -68,7 +68,7 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         prefix = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         first = self.pos_embed.shape[1] - whole**2  # the places of the prefix
         with torch.autocast(x.device.type, enabled=False):
-            places = resampling(whole, side).to(x.device) @ self.pos_embed[:, first:]
+            places = resampling(whole, side, x.device) @ self.pos_embed[:, first:]
         if first:
             return self.pos_drop(torch.cat([*prefix, x], dim=1) + torch.cat([self.pos_embed[:, :first], places], dim=1))
         return self.pos_drop(torch.cat([*prefix, x + places], dim=1))
@@ -132,10 +132,11 @@ def _as_deit3(model: VisionTransformer, drop_path_rate: float, weight_init: str)
 
 
 @lru_cache(maxsize=8)
-def resampling(whole: int, side: int) -> Tensor:
+def resampling(whole: int, side: int, device: torch.device) -> Tensor:
     """Return the matrix (side², whole²) by which timm resamples a position embedding of whole² places."""
     eye = torch.eye(whole**2)[None]
-    return resample_abs_pos_embed(eye, new_size=[side, side], old_size=[whole, whole], num_prefix_tokens=0)[0]
+    matrix = resample_abs_pos_embed(eye, new_size=[side, side], old_size=[whole, whole], num_prefix_tokens=0)[0]
+    return matrix.to(device)
 
 
 def _as_plain(model: VisionTransformer) -> None:

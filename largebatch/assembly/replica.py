@@ -33,7 +33,8 @@ def build_replica(
     names: of the classes. By them a fine-tuning knows whether the head of its first weights fits.
     """
     o = config.optim
-    impl = lamb_impl(comm, device) if o.name in ("lamb", "muon_lamb") or o.second_moment_half_life else None
+    updates = torch.device("cpu") if config.parallel.zero == "offload" else device
+    impl = lamb_impl(comm, updates) if o.name in ("lamb", "muon_lamb") or o.second_moment_half_life else None
     make_optimizer = partial(build_optimizer, config, impl=impl)
     if divides(config):
         from largebatch.parallel.mesh import start_torch_distributed  # imported only by runs that need it

@@ -106,6 +106,9 @@ def load(
         if target is not None:
             load_weights(target, path / name)
             check_loaded(path, name, named_weights(target), sums)
+    for own, saved in zip(optimizer.param_groups, content["optimizer"]["param_groups"]):
+        if "capturable" in own:  # whether the counters are on a GPU
+            saved["capturable"] = own["capturable"]
     optimizer.load_state_dict(content["optimizer"])
     scaler.load_state_dict(content["scaler"])
     return TrainState(**content["state"])

@@ -39,6 +39,7 @@ from largebatch.native.copies import to_device
 if TYPE_CHECKING:
     from nvidia.dali import Pipeline
 
+OUT_OF_MEMORY = ("CUDA allocation failed", "Can't allocate", "bad_alloc", "out of memory")  # in DALI's RuntimeErrors
 READ_THREADS = 32  # threads that read files; most of them sleep
 READ_IMAGES = 4  # images that a thread reads in one task
 FAR_IMAGES = 1  # the same, if some are at an address, where each waits for an answer
@@ -209,7 +210,8 @@ class Stream(Iterator[Batch]):
             stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
             (images,) = pipe.run(stream)
         except RuntimeError as error:
-            self._end = _explain(error, self._inside, self._index)
+            lacks_memory = any(words in str(error) for words in OUT_OF_MEMORY)
+            self._end = MemoryError(str(error)) if lacks_memory else _explain(error, self._inside, self._index)
             self._end.__cause__ = error
         except Exception as error:  # StopIteration at the end, or an error of a reading thread
             self._end = error

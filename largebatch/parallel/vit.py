@@ -149,9 +149,10 @@ class PatchEmbed(nn.Module):
                 f"A batch of {len(images)} images cannot be cut into {number} equal parts: change "
                 "--data.micro_batch_size, or --parallel.tensor.size or mode."
             )
-        flat = (images.shape[1], *self.patch_size)
-        pixels = torch.arange(flat[0] * flat[1] * flat[2], device=images.device)
-        channel, row, column = torch.unravel_index(own_block(pixels, self.mesh, inner.features, 0), flat)
+        rows, columns = self.patch_size
+        pixels = torch.arange(images.shape[1] * rows * columns, device=images.device)
+        own = own_block(pixels, self.mesh, inner.features, 0)
+        channel, row, column = own // (rows * columns), own // columns % rows, own % columns
         grid = own_block(images, self.mesh, inner.batch, 0).unflatten(3, (width, -1)).unflatten(2, (height, -1))
         return self.proj(grid[:, channel, :, row, :, column].flatten(2).permute(1, 2, 0))
 
