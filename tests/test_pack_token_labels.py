@@ -306,8 +306,8 @@ def test_a_teachers_maps_are_its_logits_of_the_centre_square(tmp_path, shards):
 
 
 def test_maps_of_another_image_size_are_made_differently(tmp_path, shards):
-    zoo.save_weights(zoo.create_model("vit_nano32", img_size=64, num_classes=7), tmp_path / "w.safetensors")
-    options = ["--teacher", "vit_nano32", "--weights", tmp_path / "w.safetensors", "--num-classes", 7]
+    zoo.save_weights(zoo.create_model("volo_nano", img_size=64, num_classes=7), tmp_path / "w.safetensors")
+    options = ["--teacher", "volo_nano", "--weights", tmp_path / "w.safetensors", "--num-classes", 7]
     add(shards, tmp_path / "out", *options, "--img-size", 64)
     with pytest.raises(ValueError, match="already has shards that were made differently .img_size 64, now 96.: choose"):
         add(shards, tmp_path / "out", *options, "--img-size", 96)

@@ -287,6 +287,7 @@ def _take(request: Request, descriptors: list[int]) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    tempfile.tempdir = None  # a package may have asked for it
     importlib.reload(importlib.import_module("_largebatch_environment"))  # what site does in this environment
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
