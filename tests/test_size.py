@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 93,
     "words of docstrings": 49_855,
-    "lines": 37_297,
+    "lines": 37_298,
     "files": 258,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -28,7 +28,7 @@ LIMITS = {
     "lines in largebatch/benchmark": 1_722,
     "lines in largebatch/checkpoint": 1_045,
     "lines in largebatch/config": 1_898,
-    "lines in largebatch/data": 5_013,
+    "lines in largebatch/data": 5_014,
     "lines in largebatch/doctor": 2_131,
     "lines in largebatch/export": 302,
     "lines in largebatch/files": 572,

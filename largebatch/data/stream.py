@@ -210,8 +210,7 @@ class Stream(Iterator[Batch]):
             stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
             (images,) = pipe.run(stream)
         except RuntimeError as error:
-            lacks_memory = any(words in str(error) for words in OUT_OF_MEMORY)
-            self._end = MemoryError(str(error)) if lacks_memory else _explain(error, self._inside, self._index)
+            self._end = _explain(error, self._inside, self._index)
             self._end.__cause__ = error
         except Exception as error:  # StopIteration at the end, or an error of a reading thread
             self._end = error
@@ -358,7 +357,7 @@ def _of_another_size(index: Index, sample: int, data: np.ndarray) -> Damaged | N
     )
 
 
-def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> ValueError:
+def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index) -> Exception:
     """Return an error with the first image that cannot be decoded, or has another size than its index says."""
     for batch in batches:
         for sample, data in zip(batch.samples.tolist(), batch.room.images):
@@ -368,6 +367,8 @@ def _explain(error: RuntimeError, batches: Iterable[Encoded[Any]], index: Index)
                 return Damaged(f"{index.where(sample)} cannot be decoded ({fault}); {remedy(whole)}.")
             if other := _of_another_size(index, sample, data):
                 return other
+    if any(words in str(error) for words in OUT_OF_MEMORY):
+        return MemoryError(str(error))  # a validation then tries smaller batches
     first = next((batch.job for batch in batches), None)
     why = f"The pipeline failed at {first}, although each of its images can be decoded"
     return ValueError(f"{why}: {COLOURS.sub('', str(error))}")
