@@ -1,19 +1,16 @@
-"""The optimizers beside LAMB: Lars against a plain reference and timm's, SGD by one field, apex where it is not."""
+"""The optimizers beside LAMB: Lars against a plain reference and timm's, SGD by one field."""
 
 import copy
 import io
 import math
-import sys
-from types import ModuleType
 
 import pytest
 import torch
 from test_optim import make_params, relative, set_grads, train
-from torch import Tensor, nn
+from torch import nn
 
 import zoo  # noqa: F401  lets timm be imported beside torch's CPU build
 from largebatch.optim import Lars, build_optimizer, init_state, param_groups, scale_gradients
-from largebatch.optim.apex_lamb import apex_lamb, fused_lamb
 
 # -- lars --------------------------------------------------------------------------------------------------------
 
@@ -204,70 +201,3 @@ def test_state_dict_round_trip(name):
     for one, other in ((model, optimizer), (resumed, resumed_optimizer)):
         train(other, list(one.parameters()), range(3, 6), clip=0.5)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), resumed.parameters()))
-
-
-# -- apex --------------------------------------------------------------------------------------------------------
-
-
-def test_no_apex_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr(sys, "path", [])
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
-    with pytest.raises(ValueError, match="which is not installed: build it from https://github.com/NVIDIA/apex"):
-        fused_lamb()
-
-
-def test_another_apex_is_one_clear_error(monkeypatch, tmp_path):
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ValueError, match="is another .No module named 'apex.optimizers'.: build it .* to lamb"):
-        fused_lamb()
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
-
-
-class FusedLAMB(torch.optim.Optimizer):
-    """apex's constructor, for what is kept where: some options in the groups, one read from the defaults later."""
-
-    built = True
-
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.01,
-                 amsgrad=False, adam_w_mode=True, grad_averaging=True, set_grad_none=True, max_grad_norm=1.0,
-                 use_nvlamb=False):  # fmt: skip
-        defaults = dict(lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay)
-        super().__init__(params, defaults | dict(grad_averaging=grad_averaging, max_grad_norm=max_grad_norm))
-        if not self.built:
-            raise RuntimeError("apex.optimizers.FusedLAMB requires cuda extensions")
-        self.adam_w_mode, self.set_grad_none, self.use_nvlamb = int(adam_w_mode), set_grad_none, use_nvlamb
-
-
-@pytest.fixture
-def apex(monkeypatch):
-    package, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
-    package.__spec__, optimizers.FusedLAMB = object(), FusedLAMB
-    monkeypatch.setitem(sys.modules, "apex", package)
-    monkeypatch.setitem(sys.modules, "apex.optimizers", optimizers)
-
-
-@pytest.mark.parametrize("use_nvlamb", [False, True])
-def test_apex_keeps_its_options_under_horovod(apex, use_nvlamb):
-    """The real one needs a GPU: here is only what a constructor keeps."""
-    groups = [{"params": [p], "weight_decay": wd} for p, wd in zip(make_params(torch.float32), (0.1, 0.0))]
-    given = apex_lamb(groups, use_nvlamb=use_nvlamb, lr=0.1, betas=(0.8, 0.9), eps=1e-3, bias_correction=False)
-    wrapped = type("ApexLamb", (type(given),), {})(given.param_groups)
-    assert wrapped.param_groups == given.param_groups
-    assert wrapped.use_nvlamb is use_nvlamb and wrapped.adam_w_mode == 1
-    assert wrapped.defaults["max_grad_norm"] == math.inf  # it is from here that apex's step takes it
-    for group in wrapped.param_groups:
-        assert (group["betas"], group["eps"], group["bias_correction"], group["step"]) == ((0.8, 0.9), 1e-3, False, 0)
-    init_state(wrapped)
-    for group in wrapped.param_groups:
-        (p,) = group["params"]
-        state = wrapped.state[p]
-        assert list(state) == ["exp_avg", "exp_avg_sq"] and not any(bool(t.any()) for t in state.values())
-        assert all(isinstance(t, Tensor) and t.shape == p.shape for t in state.values())
-
-
-def test_apex_without_its_extensions_is_one_clear_error(apex, monkeypatch):
-    monkeypatch.setattr(FusedLAMB, "built", False)
-    with pytest.raises(ValueError, match="needs the CUDA extensions of apex .*requires cuda extensions.: build it"):
-        apex_lamb([{"params": make_params(torch.float32)}], use_nvlamb=False)

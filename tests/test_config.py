@@ -86,7 +86,6 @@ def test_another_optimizer_by_one_field():
     for name, options, preset in (
         ("adamw", (), None),
         ("sgd", (), None),
-        ("apex_lamb", (), "colossal"),
         ("lamb", (), "colossal"),
         ("lars", ("--optim.preset", "paper"), "paper"),
     ):

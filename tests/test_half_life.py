@@ -171,7 +171,6 @@ GIVEN = "--optim.second_moment_half_life is '1 epoch' and "
 MISTAKES = {
     "--optim.name=sgd --optim.preset=null": f"{GIVEN}--optim.name sgd, which has no second moment: choose lamb or ",
     "--optim.name=lars --optim.preset=null": f"{GIVEN}--optim.name lars, which has no second moment: choose lamb or ",
-    "--optim.name=apex_lamb": f"{GIVEN}--optim.name apex_lamb, whose bias correction expects one rate: choose lamb ",
     "--optim.betas=0.9,0.99": f"{GIVEN}--optim.betas [0.9, 0.99]: both give the decay rate of the second moment, so ",
     "--optim.second_moment_half_life=-1": "half_life is '-1': expected a number and a unit (epochs, steps or images ",
     "--optim.second_moment_half_life=soon": "half_life is 'soon': expected a number and a unit (epochs, steps or ",

@@ -272,7 +272,7 @@ def test_parts_beside_the_pass_have_the_bytes_of_a_real_run(name):
     assert of_rank(without, trace(config, device="cpu"), device, ranks=1).average == 0
 
 
-@pytest.mark.parametrize("name", sorted(MOMENTS.keys() - {"apex_lamb"}))  # which works on GPUs only
+@pytest.mark.parametrize("name", sorted(MOMENTS))
 @pytest.mark.parametrize("rho", (None, 0.1))
 def test_an_optimizer_keeps_the_bytes_that_are_planned(name, rho):
     config, device = small("vit_nano32"), find_device("cpu")

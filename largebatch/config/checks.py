@@ -74,7 +74,7 @@ def check(config: TrainConfig) -> None:
 def _check_half_life(optim: OptimConfig) -> None:
     given = f"--optim.second_moment_half_life is {optim.second_moment_half_life!r} and"
     reasons = dict.fromkeys(("sgd", "lars"), "which has no second moment")
-    reasons |= dict.fromkeys(("apex_lamb", "nadamw", "schedule_free_adamw"), "whose bias correction expects one rate")
+    reasons |= dict.fromkeys(("nadamw", "schedule_free_adamw"), "whose bias correction expects one rate")
     if optim.second_moment_half_life and (reason := reasons.get(optim.name)):
         raise ValueError(f"{given} --optim.name {optim.name}, {reason}: choose lamb or adamw, or leave it out.")
     if optim.second_moment_half_life and optim.betas is not None:
@@ -103,11 +103,6 @@ def _check_sam(config: TrainConfig) -> None:
     rho, parallel = config.optim.sam_rho, config.parallel
     if rho is None:
         return
-    if config.optim.name == "apex_lamb":
-        raise ValueError(
-            f"--optim.sam_rho is {rho} and --optim.name apex_lamb, which it was never tried with: choose lamb, which "
-            "computes the same."
-        )
     if (shape := parallel.shape()).size > 1 or parallel.zero:
         other = f"--parallel {shape}" if shape.size > 1 else f"--parallel.zero {parallel.zero}"
         raise ValueError(

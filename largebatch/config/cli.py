@@ -263,8 +263,7 @@ def load_text(text: str, *, place: str) -> TrainConfig:
 
 def for_optimizer(optim: OptimConfig, name: str | None) -> OptimConfig:
     """Return a recipe's section for optimizer `name`, without options that only the recipe's own optimizer uses."""
-    lambs = ("lamb", "apex_lamb")
-    if name is None or name == optim.name or (name in lambs and optim.name in lambs):
+    if name is None or name == optim.name:
         return optim
     return replace(optim, preset=None, betas=None, eps=None, second_moment_half_life="")
 

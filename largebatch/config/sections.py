@@ -139,13 +139,10 @@ class LossConfig:
 class OptimConfig:
     """The optimizer, and the clipping of the gradient before it."""
 
-    name: Literal[
-        "lamb", "adamw", "nadamw", "schedule_free_adamw", "sgd", "lars", "apex_lamb", "muon", "muon_lamb"
-    ] = "lamb"
+    name: Literal["lamb", "adamw", "nadamw", "schedule_free_adamw", "sgd", "lars", "muon", "muon_lamb"] = "lamb"
     """lamb and lars (this project's), adamw, nadamw and sgd with Nesterov momentum (torch's), schedule_free_adamw
-    (Schedule-Free AdamW of the package schedulefree), apex_lamb (NVIDIA's, if installed), muon (torch's, for the
-    matrices of hidden layers, and adamw for the rest, on whose scale optim.lr is), muon_lamb (the same with lamb for
-    the rest)"""
+    (Schedule-Free AdamW of the package schedulefree), muon (torch's, for the matrices of hidden layers, and adamw for
+    the rest, on whose scale optim.lr is), muon_lamb (the same with lamb for the rest)"""
     preset: Literal["paper", "colossal", "nvlamb", "lambc", "decoupled", "corrected", "cautious"] | None = None
     """variant of LAMB (see largebatch.optim.PRESETS); null: paper; an error for optimizers without LAMB. decoupled,
     corrected and cautious are paper with timm's options of these names"""
@@ -164,8 +161,7 @@ class OptimConfig:
     follows the batch, also in a batch ramp; the first rate is 0.9. For lamb, adamw, muon and muon_lamb; empty: the rate
     of optim.betas at every batch"""
     eps: float | None = None
-    """number added to the divisor; null: 1e-6 for lamb and apex_lamb, 1e-8 for AdamW of all kinds and lars; an
-    error for sgd"""
+    """number added to the divisor; null: 1e-6 for lamb, 1e-8 for AdamW of all kinds and lars; an error for sgd"""
     split_qkv: bool = False
     """for muon and muon_lamb: orthogonalise query, key and value each by itself, where one weight holds them"""
     clip_norm: float | None = limited(1.0, lambda x: x > 0, "a positive norm, or null for no clip")

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from largebatch.optim.apex_lamb import apex_lamb
 from largebatch.optim.lamb import Lamb
 from largebatch.optim.lars import Lars
 from largebatch.optim.muon import SCALES, Muon, divided, hidden_matrices
-from largebatch.optim.presets import PRESETS, options_of, param_groups
+from largebatch.optim.presets import options_of, param_groups
 from largebatch.optim.states import adam_state, init_params, momentum_state, nadam_state, with_gradient
 
 
@@ -95,7 +94,6 @@ def init_state(optimizer: Optimizer) -> None:
 # The optimizers, with the options that not every one of them has.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6, "impl": "auto"},
-    "apex_lamb": {"preset": "paper", "betas": (0.9, 0.999), "eps": 1e-6},
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "impl": None},
     "nadamw": {"betas": (0.9, 0.999), "eps": 1e-8},
     "schedule_free_adamw": {"betas": (0.9, 0.999), "eps": 1e-8},
@@ -126,7 +124,7 @@ def build_optimizer(
     Args:
         model: the owner of the parameters; frozen ones are included, see `param_groups`.
         name: "lamb"; torch's "adamw" or "sgd" (Nesterov), fused; torch's "nadamw"; "schedule_free_adamw" (of the
-            package schedulefree; the model stays in training); "lars"; "apex_lamb" (NVIDIA's, on GPUs); "muon".
+            package schedulefree; the model stays in training); "lars"; "muon".
         weight_decay: decoupled for AdamW of all kinds and muon, added to the gradient for sgd and lars, in the update
             for LAMB.
         layer_decay: factor of the learning rate from a layer to the one below it; None: all have the same. Each group
@@ -171,7 +169,8 @@ def _build(model: nn.Module, name: str, decays: dict[str, Any], chosen: dict[str
     if "rest" in chosen:
         return _build_muon(model, decays, chosen)
     if "preset" in chosen:
-        return _build_lamb(model, name, decays, chosen)
+        groups, options = options_of(chosen.pop("preset"), model, **decays)
+        return Lamb(groups, **options, **chosen)
     if name == "lars":
         return Lars(param_groups(model, **decays, adapt_excluded=False), **chosen)
     groups = param_groups(model, **decays)
@@ -207,7 +206,7 @@ def _build_schedule_free(groups: list[dict[str, Any]], options: dict[str, Any]) 
 def _refuse_unused(name: str, given: Mapping[str, Any], used: Mapping[str, Any]) -> None:
     for option, value in given.items():
         if option not in used:
-            users = " or ".join(other for other in DEFAULTS if option in DEFAULTS[other] and other != "apex_lamb")
+            users = " or ".join(other for other in DEFAULTS if option in DEFAULTS[other])
             subject = f"{name} with {used['rest']} for the rest" if "rest" in used else name
             raise ValueError(f"{option}={value!r} has no effect on {subject}; remove it or choose {users}")
 
@@ -226,22 +225,3 @@ def _adamw(options: dict[str, Any]) -> tuple[type[Any], dict[str, Any]]:
     """Return the class and the options of AdamW: torch's, or, with an impl, `Lamb` without trust ratios."""
     impl = options.pop("impl")
     return (Lamb, options | {"impl": impl, "adapt": False}) if impl else (torch.optim.AdamW, options | {"fused": True})
-
-
-def _build_lamb(model: nn.Module, name: str, decays: dict[str, Any], options: dict[str, Any]) -> Optimizer:
-    preset = options.pop("preset")
-    groups, chosen = options_of(preset, model, **decays)
-    if name == "lamb":
-        return Lamb(groups, **chosen, **options)
-    if chosen.pop("max_trust_ratio") < math.inf:
-        raise ValueError(f"apex_lamb has no bound on trust ratios, which preset {preset} needs; choose lamb")
-    if chosen.pop("decay") != "coupled" or chosen.pop("caution"):
-        raise ValueError(f"apex_lamb has neither another decay nor caution, which preset {preset} needs; choose lamb")
-    use_nvlamb = PRESETS[preset].adapt_excluded is not False
-    if not use_nvlamb and not decays["weight_decay"]:
-        raise ValueError(f"apex_lamb adapts nothing without decay under preset {preset}; choose lamb or preset nvlamb")
-    if any(not p.is_cuda for p in model.parameters()):
-        raise ValueError("apex_lamb works on GPUs only; choose lamb, which works everywhere")
-    for group in groups:
-        group.pop("adapt", None)  # an option of ours
-    return apex_lamb(groups, use_nvlamb=use_nvlamb, **chosen, **options)

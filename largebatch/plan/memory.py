@@ -9,7 +9,7 @@ from largebatch.plan import constants
 from largebatch.plan.trace import Pass
 
 # Tensors of each parameter. Muon keeps one of a matrix, and the optimizer of the rest two.
-MOMENTS = {"lamb": 2, "apex_lamb": 2, "adamw": 2, "nadamw": 2, "schedule_free_adamw": 2, "sgd": 1, "lars": 1}
+MOMENTS = {"lamb": 2, "adamw": 2, "nadamw": 2, "schedule_free_adamw": 2, "sgd": 1, "lars": 1}
 MOMENTS |= {"muon": 2, "muon_lamb": 2}
 
 
