@@ -224,6 +224,26 @@ def test_each_hypothesis_reads_the_runs_that_it_is_about(name, shifts, answers):
     assert hypotheses.answer(max(claim.p for claim in claims), claims) == answers
 
 
+def test_the_bend_lies_where_the_carried_rate_has_lost_a_point():
+    """Between 2,048, where 0.595 points are lost, and 8,192, where 2.595 are."""
+    found = planted(carried_lamb_2048=-0.5, carried_lamb_8192=-2.5, carried_lamb_32768=-5.0)
+    assert found.bend("lamb") == pytest.approx(2048 * 4 ** ((1 - 0.5 - 0.284 / 3) / 2))
+    assert found.bend("adamw") == math.inf
+
+
+def test_a_sag_is_the_largest_share_of_the_way_back_to_a_guess():
+    uniform = math.log(10)
+    losses = [uniform, 1.0, 0.5, 0.5 + 0.3 * (uniform - 0.5), 0.4, 0.4 + 0.2 * (uniform - 0.4), 0.3]
+    assert hypotheses.sag(losses) == (pytest.approx(0.3), 3)
+    assert hypotheses.sag([3.0, 2.0, 1.0]) == (0.0, 0) == hypotheses.sag([])
+    assert hypotheses.sag([3.0, 3.0 + 0.5 * uniform / 3])[0] == pytest.approx(0.5)
+
+
+def test_a_run_that_diverged_reached_nothing():
+    reached = result(80.0)
+    assert reached.steps_to(75.0) == 100 and replace(reached, diverged=True).steps_to(75.0) is None
+
+
 def test_the_table_names_each_run_and_each_answer(tmp_path):
     results = complete(STUDY)
     text = hypotheses.write(Found(STUDY, results), tmp_path)

@@ -85,18 +85,21 @@ def _draw_rates(axes: Any, found: Found) -> None:
 
 def _draw_scale(axes: Any, found: Found) -> None:
     """Draw accuracy against the batch in noise scales, each run with its own, measured in its last quarter."""
+    missing = 0
     for name in CARRIED:
         cells = [("tuned", found.study.smallest), *(("carried", batch) for batch in found.study.batches[1:])]
         runs = [run for purpose, batch in cells for run in found.runs[purpose, name, batch]]
         points = [(run.batch / found.results[run].noise_scales[-1], found.results[run].accuracy) for run in runs]
         finite = [point for point in points if not math.isnan(point[0])]
+        missing += len(points) - len(finite)
         if finite:
             axes.plot(*zip(*finite), "o", color=COLOURS[name], markersize=4, alpha=0.8)
     axes.axvspan(*IMAGENET, color="#f0e6c8", zorder=0, label="ImageNet at 32,768")
     axes.set_xscale("log")
     axes.set_xlabel("batch ÷ noise scale at the end of the run")
     axes.set_ylabel("test accuracy (%)")
-    axes.set_title("carried rates", fontsize=9)
+    without = f", without {missing} runs that have no noise scale" if missing else ""
+    axes.set_title(f"carried rates{without}", fontsize=9)
     axes.legend(frameon=False, fontsize=9, loc="lower left")
 
 

@@ -8,6 +8,7 @@ threshold; else it is open. A claim about two optimizers holds if it holds for b
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ COLUMNS = (
 )  # fmt: skip
 CURVES = ("trial", "step", "accuracy", "loss", "train_loss")
 LEVEL = 0.05
+BEND = 1.0  # point of accuracy
 
 
 class Paired(NamedTuple):
@@ -115,6 +117,17 @@ class Found:
             runs = study.search(self.results, name, batch, epochs, self.precision)
             yield name, batch, epochs, sorted((run.lr, self.results[run].accuracy) for run in runs)
 
+    def bend(self, name: str) -> float:
+        """Return the batch at which the carried rate first costs one point, interpolated; infinity without one."""
+        batches = self.study.batches
+        cells = [("tuned", batches[0]), *(("carried", batch) for batch in batches[1:])]
+        means = [statistics.fmean(self.accuracies(purpose, name, batch)) for purpose, batch in cells]
+        limit = means[0] - BEND
+        for (left, right), (above, below) in zip(pairwise(batches), pairwise(means)):
+            if below <= limit:
+                return left * (right / left) ** ((above - limit) / (above - below))
+        return math.inf
+
     def hypotheses(self) -> dict[str, tuple[str, list[Paired]]]:
         small, large, longer = self.study.smallest, self.study.largest, self.study.longer
         tuned = {name: self.accuracies("tuned", name, large) for name in OPTIMIZERS}
@@ -150,6 +163,16 @@ def minus(left: Iterable[float], right: Iterable[float]) -> list[float]:
     return [one - other for one, other in zip(left, right)]
 
 
+def sag(losses: Sequence[float], classes: int = 10) -> tuple[float, int]:
+    """Return the largest rise of a loss above its lowest so far, as the share of docs/divergence.md, and its place."""
+    uniform, lowest, largest = math.log(classes), math.inf, (0.0, 0)
+    for place, loss in enumerate(losses):
+        lowest = min(lowest, loss)
+        share = (loss - lowest) / max(uniform - lowest, uniform / 3)
+        largest = max(largest, (share, place), key=lambda one: one[0])
+    return largest
+
+
 def label(name: str) -> str:
     return CONTENDERS[name].label
 
@@ -166,7 +189,7 @@ def answer(p: float, claims: Sequence[Paired]) -> str:
 def write(found: Found, folder: Path) -> str:
     """Write results.csv, curves.csv and table.md; return the text of the tables."""
     write_runs(found, folder)
-    text = "\n\n".join([*answers(found), *all_results(found), *searches(found)])
+    text = "\n\n".join([*answers(found), *all_results(found), *courses(found), *searches(found)])
     with atomic_file(folder / "table.md") as file:
         file.write(f"{text}\n".encode())
     return text
@@ -221,13 +244,14 @@ def answers(found: Found) -> list[str]:
             words = f"{name}: {text}" if first else ""
             lines.append([words, claim.what, *figures, f"{p:.2g}" if first else "", answer(p, claims) if first else ""])
     longer = found.length * found.study.longer
-    length = f"Each run has {found.length} epochs, in {found.precision}; H4's longer ones have {longer}."
+    length = f"Each result has {found.length} epochs, in {found.precision}; H4's longer ones have {longer}."
     return [f"{length} Differences in points of test accuracy, paired by seed:", aligned(lines)]
 
 
 def all_results(found: Found) -> list[str]:
     target = f"steps to {found.study.target:g} %"
-    lines = [["rate", "optimizer", "batch", "steps", "learning rate", "seeds", "accuracy", target, "noise scale"]]
+    columns = ["seeds", "diverged", "accuracy", target, "noise scale"]
+    lines = [["rate", "optimizer", "batch", "steps", "learning rate", *columns]]
     for (purpose, name, batch), runs in found.runs.items():
         results = [found.results[run] for run in runs]
         values = [result.accuracy for result in results]
@@ -238,19 +262,37 @@ def all_results(found: Found) -> list[str]:
                 purpose,
                 label(name),
                 f"{batch:,}",
-                f"{max(result.steps[-1] if result.steps else 0 for result in results):,}",
+                f"{math.ceil(runs[0].epochs * found.study.epoch / batch):,}",
                 f"{runs[0].lr:g}",
                 f"{len(runs)}",
+                f"{sum(result.diverged for result in results)}",
                 f"{statistics.fmean(values):.2f}" + (f" ± {half_width(values):.2f}" if len(values) > 1 else ""),
                 "–" if None in reached else f"{statistics.fmean(filter(None, reached)):,.0f}",
-                f"{float(f'{statistics.median(scales):.2g}'):,.0f}" if scales else "–",
+                f"{float(f'{statistics.median(scales):.2g}'):,.0f} ({len(scales)})" if scales else "–",
             ]
         )
+    bends = [f"{label(name)} {bend:,.0f}" for name in CARRIED if (bend := found.bend(name)) < math.inf]
     return [
-        "Test accuracy after the last step in percent, mean and half of its 95 % t-interval; –: a seed did not reach "
-        "the target. Noise scale: of the last quarter, in images, the median of the seeds.",
+        "Test accuracy after the last step in percent, mean and half of its 95 % t-interval. Steps to the target: to "
+        f"the first of {found.study.evaluations} evaluations with it; –: a seed did not reach it. Noise scale: of the "
+        "last quarter, in images, the median of the (n) seeds that have one.",
         aligned(lines),
+        f"Batch from which on the carried rate costs {BEND:g} point, interpolated: {', '.join(bends) or 'none'}.",
     ]
+
+
+def courses(found: Found) -> list[str]:
+    lines = [["optimizer", "warm-up", "largest share", "at step", "largest fall of the test accuracy"]]
+    for name in CARRIED:
+        for purpose, warmup in (("tuned", "usual"), ("half warm-up", "half of the run")):
+            result = found.results[found.runs[purpose, name, found.study.largest][0]]
+            share, place = sag(result.train_losses)
+            highest = accumulate(result.accuracies, max)
+            fall = max((before - now for before, now in zip(highest, result.accuracies)), default=0.0)
+            step = f"{result.steps[place]:,}" if share else "–"
+            lines.append([label(name), warmup, f"{share:.3f}", step, f"{fall:.1f}"])
+    rise = "Rise of the training loss between evaluations above its lowest, as a share of the way to a uniform guess; "
+    return [f"{rise}seed 1 at {found.study.largest:,}. Above 0.125 it sags:", aligned(lines)]
 
 
 def searches(found: Found) -> list[str]:

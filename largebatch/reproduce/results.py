@@ -55,7 +55,9 @@ class Result:
         }
 
     def steps_to(self, target: float) -> int | None:
-        """Return the steps until the first evaluation with this accuracy, None without one."""
+        """Return the steps until the first evaluation with this accuracy, None without one or if the trial diverged."""
+        if self.diverged:
+            return None
         return next((step for step, top1 in zip(self.steps, self.accuracies) if top1 >= target), None)
 
 
