@@ -126,8 +126,9 @@ def branched(plan: Plan, step: int, batch: int, num_images: int) -> Plan:
     """Return the plan of a branch: from `step` on, so many images in this batch."""
     start, largest = plan.start(step), max(batch, plan.global_batch_size)
     before = [phase for phase in plan.phases or ((0, plan.global_batch_size),) if phase[0] < start]
+    own, phases = plan.epoch_batch_size or plan.global_batch_size, (*before, (start, batch))
     return replace(
-        plan, global_batch_size=largest, num_images=start + num_images, phases=(*before, (start, batch))
+        plan, global_batch_size=largest, num_images=start + num_images, phases=phases, epoch_batch_size=own
     )
 
 

@@ -209,6 +209,7 @@ class Trainer:
         Returns the reason if it stopped early, else "".
         """
         self.max_steps = max_steps
+        self.replica.check_objective(self.objective)
         with self.replica.statistics.over_steps():
             self._each("before_fit")
             self._train()
@@ -277,8 +278,9 @@ class Trainer:
         Raises LeftEarly, on all ranks.
         """
         self.comm.progress(phase)
+        before = self.stop_reason  # of a hook that ended the run elsewhere, for which nothing is left out
         self._each("at_point")
-        if self.stop_reason:
+        if self.stop_reason != before:
             raise LeftEarly
 
     @property

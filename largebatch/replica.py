@@ -36,6 +36,9 @@ class Replica:
         """Return the objective of this copy, given that of a whole model."""
         return serial
 
+    def check_objective(self, objective: Objective) -> None:
+        """Raise ValueError if this copy cannot train with it."""
+
     def attach(self, model: nn.Module, optimizer: Reduced, comm: Ranks) -> None:
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.statistics = BatchNormStatistics(model, comm)

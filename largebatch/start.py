@@ -3,7 +3,6 @@
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -12,14 +11,10 @@ from largebatch.config import TrainConfig, dropping, options, without_effect
 from largebatch.config.checks import check
 from largebatch.precision import choose_precision, computes
 from largebatch.process.shared_memory import remove_leftovers
-from largebatch.ranks import Ranks, preflight, session
+from largebatch.ranks import Ranks, preflight
 from largebatch.ranks.placement import check_placement
 
 logger = logging.getLogger(__name__)
-
-
-def start_ranks(config: TrainConfig) -> AbstractContextManager[Ranks]:
-    return session(config)
 
 
 def set_up(config: TrainConfig, comm: Ranks, *, final: bool = True) -> tuple[TrainConfig, torch.device]:

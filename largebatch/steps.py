@@ -27,6 +27,7 @@ from largebatch.ranks.stop_points import StopPoints
 from zoo import named_weights
 
 ORDER = ("num_samples", "global_batch_size", "micro_batch_size", "num_images", "seed")  # of a plan
+OPTIMIZER = "the optimizer"
 TAKEN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator"}  # options of DataLoader
 
 
@@ -116,7 +117,7 @@ class Steps:
                     folder.mkdir(parents=True, exist_ok=True)
                     held.enter_context(run_lock.hold(folder))
                     if path := checkpoint.latest(folder):
-                        self._check(path, model)
+                        self._check(path, model, optimizer)
                         self.step = checkpoint.load(path, model=model, optimizer=optimizer, scaler=scaler).step
                 except ValueError as error:  # of a run, which has options
                     raise ValueError(str(error).replace("--run.folder", "folder")) from None
@@ -169,16 +170,18 @@ class Steps:
                 weight = (job.stop - job.start) * self.comm.data_size / self.plan.window_images(self.step)
                 yield (*batch, weight) if isinstance(batch, (list, tuple)) else (batch, weight)
 
-    def _describe(self, model: nn.Module) -> dict[str, Any]:
-        return self._order | {f"the model's {name}": [*tensor.shape] for name, tensor in named_weights(model).items()}
+    def _describe(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        shapes = {f"the model's {name}": [*tensor.shape] for name, tensor in named_weights(model).items()}
+        return self._order | {OPTIMIZER: type(optimizer).__name__} | shapes  # that of `comm.wrap` keeps the name
 
-    def _check(self, path: Path, model: nn.Module) -> None:
-        """Raise ValueError if a checkpoint is of another order, or of a model with other tensors."""
+    def _check(self, path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raise ValueError if a checkpoint is of another order or optimizer, or of a model with other tensors."""
         try:
             saved = json.loads(checkpoint.read_state(path)["config"])
         except json.JSONDecodeError:
             raise ValueError(f"Checkpoint {path} is not of a loop with Steps: choose another folder.") from None
-        if other := _difference(saved, self._describe(model)):
+        now = self._describe(model, optimizer)
+        if other := _difference({OPTIMIZER: now[OPTIMIZER]} | saved, now):  # older checkpoints do not name it
             raise ValueError(
                 f"Checkpoint {path} was made with {other}: give what it was made with, or another folder to begin anew."
             )
@@ -187,7 +190,7 @@ class Steps:
         assert self._saved
         folder, model, optimizer, scaler, _ = self._saved
         state = TrainState(self.step, images=min(self.plan.start(self.step), self.plan.num_images))
-        text = json.dumps(self._describe(model))
+        text = json.dumps(self._describe(model, optimizer))
 
         def write() -> None:
             snapshot = checkpoint.take_snapshot(

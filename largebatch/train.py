@@ -67,9 +67,9 @@ def main(
         with report_mistakes():
             config = read(argv, about=about)
 
-        from largebatch.start import start_ranks
+        from largebatch.ranks import session
 
-        with start_ranks(config) as comm:
+        with session(config) as comm:
             gc_freeze()
             signals.end = comm.abort
             comm.before_shutdown(signals.all_ranks_are_done)
@@ -220,7 +220,8 @@ def prepare(config: "TrainConfig", comm: "Ranks", signals: Signals | None) -> "t
         if comm.rank == 0:
             if trainer.state.step:
                 warn_of_other_file(config)
-            RunFolder(config.folder).write_config(dump(config))
+            lasting = replace(config, run=replace(config.run, end_time=None))  # the end of this job is not the run's
+            RunFolder(config.folder).write_config(dump(lasting))
     return config, trainer
 
 

@@ -10,6 +10,7 @@ import csv
 import functools
 import itertools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -99,9 +100,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with report_mistakes():
         config, flags = read(sys.argv[1:] if argv is None else argv)
 
-    from largebatch.start import start_ranks
+    from largebatch.ranks import session
 
-    with gc_disabled(), start_ranks(config) as comm:
+    with gc_disabled(), session(config) as comm:
         gc_freeze()
         comm.progress("start")
         validate(config, comm, flags)
@@ -150,6 +151,9 @@ def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
     config, device = set_up(config, comm)
     with comm.together("opening the table"):
         table = _read_table(flags.csv) if comm.rank == 0 and flags.csv else []
+        for option, path in (("csv", flags.csv), ("predictions", flags.predictions)):
+            if comm.rank == 0 and path and not os.access(folder := Path(path).parent, os.W_OK | os.X_OK):
+                raise ValueError(f"--{option} is {path}, and {folder} is no folder that this user can write to.")
     choice = functools.partial(comm.from_rank_0, lambda: choose(config, flags), phase="looking for weights")
     paths, classes, names, prepared = choice()
     config = replace(config, model=replace(config.model, num_classes=classes))
@@ -168,10 +172,10 @@ def validate(config: TrainConfig, comm: Ranks, flags: Flags) -> list[Row]:
         gathered = comm.allgather_object(answers, name="validate/answers") if flags.predictions else []
         with comm.together("writing the table"):
             if comm.rank == 0:
+                print(rows[-1], flush=True)
                 if flags.predictions:
                     merged = dict(itertools.chain.from_iterable(part.items() for part in gathered))
                     write_predictions(Path(flags.predictions), held_out, merged)
-                print(rows[-1], flush=True)
                 if flags.csv:
                     columns = [field.name for field in fields(Row)]
                     write_table(flags.csv, columns, table + [asdict(row) for row in rows])

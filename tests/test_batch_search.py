@@ -65,6 +65,17 @@ def test_all_branches_see_the_images_of_the_run_in_its_order(phases, own, same):
     assert [base.micro_batches(k, 0, 1) for k in steps] == [plan.micro_batches(k, 0, 1) for k in steps]
 
 
+def test_branches_of_repeated_images_have_the_epochs_of_the_run():
+    """An epoch fills whole batches of the run, 1,280,000 images, and not those of the branch."""
+    plan, step = Plan(1_281_167, 2048, 256, 400 * 1_280_000, seed=0, repeats=3), 10_000
+    start = plan.start(step)
+    expected = sorted(plan.samples(start, start + 8192)[1].tolist())
+    for batch in (2048, 4096, 8192):
+        branch = batch_search.branched(plan, step, batch, 8192)
+        assert branch.epoch_images == plan.epoch_images == 1_280_000
+        assert sorted(branch.samples(start, start + 8192)[1].tolist()) == expected
+
+
 def test_the_batches_double_up_to_an_epoch_and_while_they_have_enough_steps():
     choose = batch_search.choose_batches
     assert choose(1024, 10**6, 0) == [1024, 2048, 4096, 8192]

@@ -638,7 +638,7 @@ def test_another_run_is_refused_before_anything_is_loaded(tmp_path):
 
 def test_what_may_differ(tmp_path):
     path = save(tmp_path, 1)
-    run = {"max_steps": 9, "folder": "elsewhere", "eval_every": "2 epochs", "device": "cpu"}
+    run = {"max_steps": 9, "folder": "elsewhere", "eval_every": "2 epochs", "device": "cpu", "ranks": "torch"}
     config = changed(
         run=run,
         horovod={"stall_limit_s": 64.0, "hang_limit_s": 5.0},

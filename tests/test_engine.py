@@ -15,6 +15,7 @@ from largebatch.augment import Augment
 from largebatch.data.order import Plan
 from largebatch.data.stream import Batch
 from largebatch.engine import Hook, StepOutput, Trainer
+from largebatch.hooks import Ema
 from largebatch.losses import classification
 from largebatch.native import attention
 from largebatch.native.attention import choose_attention, describe_attention
@@ -147,6 +148,20 @@ def test_an_evaluation_that_is_left_is_made_at_the_next_start():
     assert trainer.fit() == "" and trainer.complete
     assert [(step, found["train_loss"]) for step, found in metrics.found] == [(2, loss)]
     assert trainer.fit() == "" and len(metrics.found) == 1
+
+
+def test_a_hook_that_ends_the_run_by_an_evaluation_does_not_lose_it():
+    """As examples/hook.py does, before a hook that evaluates the average of the weights."""
+
+    class Ends(Hook):
+        def after_evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
+            trainer.stop_reason = "planted"
+
+    metrics = Metrics()
+    trainer = make_trainer(4 * BATCH, eval_images=2 * BATCH)
+    trainer.hooks = [Ends(), Ema(trainer.model, half_life_images=BATCH), metrics]
+    assert trainer.fit() == "planted" and trainer.state.step == 2 and trainer.state.train_loss is None
+    assert [step for step, found in metrics.found if "ema_top1" in found] == [2]
 
 
 def test_all_ranks_pass_the_same_points():

@@ -20,6 +20,7 @@ import pytest
 from largebatch.data import quarantine
 from largebatch.data.sources import open_source
 from largebatch.files import (
+    Damaged,
     atomic_file,
     cache_folder,
     distrust,
@@ -115,12 +116,25 @@ def test_who_waits_for_a_lock_makes_progress_if_its_holder_does(tmp_path):
     assert done == [1]
 
 
-def test_failed_writing_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("error", [OSError("no space left"), Damaged("no answer"), KeyboardInterrupt()])
+def test_writing_goes_on_after_an_outage(tmp_path, error):
+    def fill(folder, go_on):
+        if not (folder / "half").exists():
+            (folder / "half").write_text("whole")
+            raise error
+
+    with pytest.raises(type(error)):
+        written_once(tmp_path / "data", fill)
+    assert (written_once(tmp_path / "data", fill) / "half").read_text() == "whole"
+    assert sorted(os.listdir(tmp_path)) == [".data.lock", "data"]
+
+
+def test_bad_data_leaves_nothing(tmp_path):
     def fill(folder, go_on):
         (folder / "half").write_text("")
-        raise OSError("no space left")
+        raise ValueError("image 3 is none")
 
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(ValueError, match="image 3"):
         written_once(tmp_path / "data", fill)
     assert os.listdir(tmp_path) == [".data.lock"]
 

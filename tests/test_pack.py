@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import struct
 import sys
 import tarfile
@@ -67,6 +68,17 @@ def image_folder(tmp_path):
         name = f"ILSVRC2012_val_{number:08d}.JPEG"
         (folder / "val" / WNIDS[label] / name).write_bytes(encoded(100 + number))
     return folder
+
+
+def test_packed_images_may_lack_the_last_class(tmp_path, image_folder):
+    """As those of the folder do, whose empty class folder counts."""
+    shutil.rmtree(image_folder / "train")
+    for path in (image_folder / "val" / WNIDS[-1]).iterdir():
+        path.unlink()
+    expected = sources.open_source(str(image_folder), split="validation").for_classes(3)
+    pack.pack(str(image_folder), str(tmp_path / "out"), num_shards={"validation": 1}, seed=0, threads=1)
+    index = sources.open_source(str(tmp_path / "out"), split="validation").for_classes(3)
+    assert sorted(index.label) == sorted(expected.label) and index.label.max() == 1
 
 
 def add(tar, name, data):

@@ -90,6 +90,22 @@ def test_held_out_images_are_numbered_as_those_of_training(tmp_path):
     check(str(tmp_path / "hub"), data, ())
 
 
+def test_a_split_may_lack_the_first_class_or_the_last(tmp_path):
+    images = [encoded(k) for k in range(4)]
+    for split, labels in (("train", [1, 2, 3, 1]), ("validation", [2, 3, 3, 2])):
+        write(tmp_path / f"numbers/{split}.parquet", images, labels, names=None)
+    check(str(tmp_path / "numbers"), {"train": (images, [0, 1, 2, 0]), "validation": (images, [1, 2, 2, 1])}, ())
+    data, names = {"train": [1, 3, 1, 3], "validation": [0, 1, 2, 3]}, ("cat", "dog", "eel", "fox", "gnu")
+    for split, labels in data.items():
+        write(tmp_path / f"named/{split}.parquet", images, labels, names=names)
+        index = sources.open_source(str(tmp_path / "named"), split=split)
+        for classes in (0, 5):
+            same = sources.number_classes(index, num_classes=classes)
+            assert (same.label.tolist(), same.num_classes, sources.class_names(same)) == (labels, 5, names)
+        turned = sources.number_classes(index, num_classes=5, names=names[::-1])
+        assert turned.label.tolist() == [4 - label for label in labels]
+
+
 def test_a_folder_for_each_split_and_another_version_of_the_files(tmp_path):
     folder, images = tmp_path / "two", [encoded(k) for k in range(6)]
     for split in ("train", "validation"):

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import re
+import shlex
 import shutil
 import struct
 import zlib
@@ -469,6 +470,19 @@ def test_image_folder_with_bad_files(image_folder, capsys):
     (train / "dog" / "0.jpg").unlink()
     with pytest.raises(ValueError, match="names record 0 of train/dog/0.jpg, which has changed since"):
         sources.open_source(str(image_folder), split="train")
+
+
+def test_a_list_elsewhere_is_written_again_by_the_command_that_is_named(image_folder, tmp_path, capsys):
+    bad, path = tmp_path / "bad list.csv", image_folder / "train/dog/0.jpg"
+    good = path.read_bytes()
+    path.write_bytes(truncated(good))
+    assert check(image_folder, "--out", str(bad)) == 1
+    assert f"listed in {bad}: training with --data.quarantine '{bad}' leaves them out" in capsys.readouterr().out
+    path.write_bytes(truncated(good)[:-1])
+    with pytest.raises(ValueError, match="has changed since: run `python -m largebatch.pack check") as error:
+        sources.open_source(str(image_folder), split="train", listed=str(bad))
+    pack.run(shlex.split(str(error.value).split("`")[1])[3:])
+    assert len(sources.open_source(str(image_folder), split="train", listed=str(bad))) == 7
 
 
 def test_image_that_can_be_read_again(image_folder):

@@ -49,6 +49,24 @@ def test_an_epoch_of_repeated_images_has_whole_batches():
     assert schedule(epoch / 1024 - 1) == schedule(0)
 
 
+@pytest.mark.parametrize("warmup, cooldown", [("1 epochs", "2 epochs"), ("50 %", "50 %")])
+@pytest.mark.parametrize("images", [60_000, 50_000, 49_999])
+def test_a_warm_up_and_a_cooldown_may_fill_the_run(images, warmup, cooldown):
+    options = ["--run.duration=3 epochs", "--data.global_batch_size=4096", "--data.micro_batch_size=512"]
+    options += [f"--schedule.warmup={warmup}", f"--schedule.cooldown={cooldown}", "--schedule.name=constant"]
+    config = configs.parse(["--model=vit_b32", "--data=synthetic", *options], choose_recipe=choose)
+    plan = plan_of(config, images)
+    schedule = assembly.build_schedule(config, plan)
+    assert schedule(plan.num_steps) == 0.0 and max(map(schedule, range(plan.num_steps))) > 0.5
+
+
+def test_a_warm_up_and_a_cooldown_that_are_longer_than_the_run_are_named():
+    options = ["--run.duration=3 epochs", "--schedule.warmup=2 epochs", "--schedule.cooldown=1.5 epochs"]
+    config = configs.parse(["--model=vit_b32", "--data=synthetic", *options], choose_recipe=choose)
+    with pytest.raises(ValueError, match="--schedule.warmup is 2 epochs and --schedule.cooldown 1.5 epochs: together"):
+        assembly.build_schedule(config, plan_of(config))
+
+
 def rates(config: TrainConfig, plan: Plan) -> Any:
     """The learning rate as a function of the step."""
     rate = assembly.build_learning_rate(config, plan)

@@ -61,7 +61,7 @@ def test_python_searches_no_garbage_while_a_run_begins(monkeypatch):
         searched.append(gc.isenabled())
         raise Stopped("seen")
 
-    monkeypatch.setattr(start, "start_ranks", begin)
+    monkeypatch.setattr("largebatch.ranks.sessions.session", begin)
     for command, argv in ((train, []), (validate, ["--model", "vit_nano32", "--init-from", "a"])):
         with pytest.raises(Stopped, match="seen"):
             command.main(argv)

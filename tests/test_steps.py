@@ -32,18 +32,24 @@ class Noisy(Dataset):
         return index, torch.tensor([torch.rand(()), np.random.rand(), random.random()])
 
 
+def of_torch(name):
+    return lambda model, lr: getattr(torch.optim, name)(model.parameters(), lr=lr)
+
+
 class Killed(Exception):
     pass
 
 
-def train(folder, *, until: int | None = None, told: bool = False, width: int = 4, **order) -> dict[str, torch.Tensor]:
+def train(
+    folder, *, until: int | None = None, told: bool = False, width: int = 4, kind=Lamb.paper, **order
+) -> dict[str, torch.Tensor]:
     """Train with dropout and noise; after `until` steps end by an error, or by a signal."""
     comm = Single()
     try:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, width), nn.Dropout(0.5), nn.BatchNorm1d(width), nn.Linear(width, 1))
         steps = Steps(comm, Noisy(), **ORDER | order)
-        optimizer = comm.wrap(Lamb.paper(model, lr=0.1), model, passes=steps.passes)
+        optimizer = comm.wrap(kind(model, lr=0.1), model, passes=steps.passes)
         steps.checkpoint(folder, model, optimizer, every=2)
         for micro_batches in steps:
             for indices, draws, weight in micro_batches:
@@ -116,9 +122,11 @@ def test_draws_for_a_micro_batch_follow_from_seed_and_step():
         ({"global_batch_size": 6}, "was made with global_batch_size 8, now 6: give what it was made with"),
         ({"epochs": 4}, "was made with num_images 66, now 88"),
         ({"width": 5}, r"was made with the model's 0.weight \[4, 3\], now \[5, 3\]"),
+        ({"kind": of_torch("AdamW")}, "was made with the optimizer Lamb, now AdamW: give what it was made with"),
+        ({"kind": of_torch("SGD")}, "was made with the optimizer Lamb, now SGD"),
     ],
 )
-def test_a_checkpoint_of_another_order_or_model_is_refused(tmp_path, change, sentence):
+def test_a_checkpoint_of_another_order_optimizer_or_model_is_refused(tmp_path, change, sentence):
     train(tmp_path)
     saved = [path.name for path in checkpoints(tmp_path)]
     with pytest.raises(Stopped, match=sentence):

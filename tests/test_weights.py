@@ -1,5 +1,6 @@
 """Weights files: containers, wrappers, other image sizes and class counts, and every way not to fit."""
 
+import copy
 import logging
 import math
 import os
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
-from zoo import create_model, load_weights, save_weights
+from zoo import create_model, load_weights, named_weights, save_weights
 from zoo.weights import identify, reason_of
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
@@ -101,6 +103,19 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path, suffix):
     finally:
         os.umask(before)
     assert (tmp_path / f"weights{suffix}").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_part_of_a_model_that_is_called_module_keeps_its_name(tmp_path):
+    """The prefixes of wrappers around it go all the same, and a model reads its own file."""
+    model = nn.Sequential(Wrapper(nn.Linear(2, 3)), nn.DataParallel(nn.Linear(3, 3)), nn.Linear(3, 1))
+    names = [f"{path}.{name}" for path in ("0.module", "1", "2") for name in ("weight", "bias")]
+    for wrapped in (model, nn.DataParallel(model), AveragedModel(model), torch.compile(Wrapper(model))):
+        assert [name for name in named_weights(wrapped) if name != "n_averaged"] == names
+    save_weights(model, tmp_path / "weights.pt")
+    other = copy.deepcopy(model)
+    other[0].module.reset_parameters()
+    load_weights(other, tmp_path / "weights.pt")
+    assert_same(model, other)
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, Wrapper, lambda model: torch.compile(Wrapper(model))])

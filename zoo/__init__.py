@@ -30,15 +30,9 @@ from zoo.weights import check_description, listed, load_weights, named_weights, 
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "MODELS",
-    "create_model",
-    "list_models",
-    "load_weights",
-    "named_weights",
-    "save_weights",
-    "set_fused_attn",
+    "MODELS", "create_model", "list_models", "load_weights", "named_weights", "save_weights", "set_fused_attn",
     "write_weights",
-]
+]  # fmt: skip
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(vit.build_vit, name) for name in vit.STRUCTURES},

@@ -17,6 +17,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed, resample_abs_pos_embed_nhwc
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from zoo import vit, volo
 from zoo.timm_models import TIMM, as_timm_reads
@@ -38,6 +40,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar", ".ckpt")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
+WRAPPER_CLASSES = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 HEADS = ("head", "aux_head")  # VOLO has the second one, for its cells; the heads of timm's models have other names
 SHOWN = 3  # of a list of names in a message
 
@@ -77,7 +80,7 @@ def load_weights(
     Raises ValueError if the file cannot be read or does not fit, with the first keys that do not fit, or the file's
     model.
     """
-    target = named_weights(model)
+    target = _strip_names(model.state_dict())
     content = read_weights(path) if content is None else content
     weights = _without_prefix(content, target)
     _check_variant(weights, target, path=path)
@@ -112,8 +115,22 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def named_weights(model: nn.Module) -> Tensors:
-    """Return a model's own tensors by their names, without the prefixes of wrappers."""
-    return _strip_names(model.state_dict())
+    """Return a model's own tensors by their names, without the prefixes of wrappers.
+
+    "module" is one below a wrapper of torch, or if it is all there is of the whole model; "_orig_mod" everywhere.
+    """
+    wrapped = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        alone = [*module._modules] == ["module"] and all(part in WRAPPERS for part in path.split(".") if part)
+        if alone or isinstance(module, WRAPPER_CLASSES):
+            wrapped.add(f"{path}.module".lstrip("."))
+
+    def own(name: str) -> str:
+        *parts, last = name.split(".")
+        places = accumulate(parts, "{}.{}".format)
+        return ".".join([*(p for p, place in zip(parts, places) if place not in wrapped and p != "_orig_mod"), last])
+
+    return {own(name): tensor for name, tensor in model.state_dict().items()}
 
 
 def write_weights(weights: Tensors, path: str | Path) -> None:
@@ -317,7 +334,8 @@ def _num_classes(tensors: Tensors, head: str) -> int | None:
 
 def count_classes(model: nn.Module, path: str | Path) -> int:
     """The number of classes of the weights in a file for this model; ValueError without a head."""
-    classes = _num_classes(_without_prefix(read_weights(path, device="meta"), named_weights(model)), _heads(model)[0])
+    weights = _without_prefix(read_weights(path, device="meta"), _strip_names(model.state_dict()))
+    classes = _num_classes(weights, _heads(model)[0])
     if not classes:
         raise ValueError(f"{path} has no head, so it knows no classes: expected weights of a classifier")
     return classes
@@ -397,6 +415,6 @@ def _why_no_numbers(found: Tensor, wanted: Tensor) -> str:
 def check_description(model: nn.Module, path: Path, content: Tensors, told: str) -> None:
     """Raise ValueError if tensors in a file have other sizes than in the model that a description tells."""
     found = _shapes(content)
-    for name, shape in _shapes(named_weights(model)).items():
+    for name, shape in _shapes(_strip_names(model.state_dict())).items():
         if name in found and math.prod(found[name]) != math.prod(shape):
             raise ValueError(f"{told}, but {name} in {path.name} is {tuple(found[name])}, not {tuple(shape)}")

@@ -210,12 +210,17 @@ def build_schedule(config: TrainConfig, plan: Plan) -> Schedule:
         option: images_of(config, f"schedule.{option}", plan.num_samples, plan.num_images)
         for option in ("warmup", "cooldown")
     }
-    steps = {option: -(-count // batch_size) for option, count in images.items()}
+    if sum(images.values()) > plan.num_images + 1:  # each is rounded
+        raise ValueError(
+            f"--schedule.warmup is {s.warmup} and --schedule.cooldown {s.cooldown}: together they are longer than the "
+            f"run of {config.run.duration}. Shorten one of them, or set a longer --run.duration."
+        )
+    total, warmup, cooldown = (-(-count // batch_size) for count in (plan.num_images, *images.values()))
     return make_schedule(
         s.name,
-        total_steps=-(-plan.num_images // batch_size),
-        warmup_steps=steps["warmup"],
-        cooldown_steps=steps["cooldown"],
+        total_steps=total,
+        warmup_steps=warmup,
+        cooldown_steps=min(cooldown, total - warmup),  # each is rounded up to whole steps
         start=s.start,
         floor=s.floor,
         prefix=s.stairs not in ("timm", "deit"),
@@ -254,7 +259,7 @@ def build_hooks(
         config_text=dump(config),
         description=description,
         best=config.checkpoint.best,
-        before_save=hooks.in_turn(divergence.settle, *([comparing.check] if comparing else [])),
+        before_save=[divergence.settle, *([comparing.check] if comparing else [])],
         after_save=mirroring.start if mirroring else None,
     )
     early = None

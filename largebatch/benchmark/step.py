@@ -37,11 +37,11 @@ from largebatch.losses import Objective
 from largebatch.plan.memory import of_rank
 from largebatch.plan.trace import Uncountable, trace
 from largebatch.precision import autocast
-from largebatch.ranks import Ranks
+from largebatch.ranks import Ranks, session
 from largebatch.ranks.mistakes import report_mistakes
 from largebatch.ranks.single import Single
 from largebatch.recipes import choose
-from largebatch.start import set_up, start_ranks
+from largebatch.start import set_up
 from zoo.model import ZooModel
 
 DEFAULTS = ["--data.micro_batch_size=32", "--data.global_batch_size=256"]
@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> Report | None:
                 f"--schedule.batch_ramp is {ramp!r}: steps of one size are measured, so leave it out, and give the "
                 "batch of a phase as --data.global_batch_size."
             )
-    with start_ranks(config) as comm:
+    with session(config) as comm:
         config, device = set_up(config, comm)
         build = partial(resident.build_resident, config, device=device)
         if not on_device:

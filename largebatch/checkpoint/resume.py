@@ -32,6 +32,7 @@ MAY_DIFFER = {  # options that do not change the numbers of a run that goes on
     "run.recompute",
     "run.on_divergence",  # what it did is part of the state
     "run.device",
+    "run.ranks",
     "model.weights",  # a checkpoint has the weights
     "model.grad_checkpointing",
     "data.num_threads",

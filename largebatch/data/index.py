@@ -28,7 +28,7 @@ def label_base(low: int, high: int, *, num_classes: int, name: str, highest: str
     """
     if (low == 0 and high < num_classes) or (low == 1 and high == num_classes):
         return low
-    reason = "the first class never occurs"
+    reason = f"the first {'or the last ' * (low == 1)}class never occurs"
     if high - min(low, 1) >= num_classes:
         reason = f"label {high} is too large (in {highest})"
     raise ValueError(
@@ -44,8 +44,9 @@ class Index:
     Per image: the number of its file, width and height (int32), offset and length of its encoded bytes, label (int64).
     An image that cannot be read is 0 pixels wide and spans its record or file. Labels are zero-based after
     `number_labels` has subtracted `label_base`; `label_range` has the lowest and highest label in the files.
-    `class_names` are those of image folders, `names` those of a model. `left_out` (M, 2) holds file and offset of the
-    images that `without` removed.
+    With `counts_from_1` this package wrote the labels, which begin at 1, whatever occurs. `class_names` are those of
+    image folders, `names` those of a model or of such records. `left_out` (M, 2) holds file and offset of the images
+    that `without` removed.
 
     Of label maps (`label_maps`), if there are any: the offset of each (int64, 0 for an image without one), its shape k,
     h, w (int32, (N, 3)), and the highest class in any map, plus one.
@@ -63,6 +64,7 @@ class Index:
     file_mtime_ns: np.ndarray
     label_range: tuple[int, int]
     label_base: int = 0
+    counts_from_1: bool = False
     class_names: tuple[str, ...] = ()
     left_out: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
     map_offset: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -149,7 +151,10 @@ class Index:
         The labels of the training split, `like`, tell whether they count from 0 or 1, because a held-out split may lack
         the first class.
         """
-        low, high = (like or self).label_range
+        low, high = span = (like or self).label_range
+        if self.counts_from_1:
+            num_classes = num_classes or max(high, len(self.names))
+            low, high = 1, max(high, num_classes)
         num_classes = num_classes or (high if low else high + 1)
         name = self.folder
         base = label_base(low, high, num_classes=num_classes, name=name, highest=(like or self)._highest())
@@ -159,7 +164,7 @@ class Index:
                 f"{name} has labels that the training split has not, which run from {low} to {high}; the highest is in "
                 f"{self._highest()}."
             )
-        return dataclasses.replace(self, label=label, label_base=base, label_range=(low, high), num_classes=num_classes)
+        return dataclasses.replace(self, label=label, label_base=base, label_range=span, num_classes=num_classes)
 
     def _highest(self) -> str:
         return self.where(int(self.label.argmax()))
@@ -191,9 +196,8 @@ class Index:
         number = {name: k for k, name in enumerate(names)}
         label = np.array([number.get(name, -1) for name in own], dtype=self.label.dtype)[self.label]
         span, names = (0, len(names) - 1), tuple(names)
-        return dataclasses.replace(
-            self, label=label, label_base=0, label_range=span, num_classes=len(names), names=names
-        )
+        numbered = dataclasses.replace(self, label=label, label_base=0, counts_from_1=False, label_range=span)
+        return dataclasses.replace(numbered, num_classes=len(names), names=names)
 
     def for_classes(self, num_classes: int) -> Index:
         """Return the index for a model with `num_classes` outputs; 0: as many as the images have, two or more."""
@@ -202,7 +206,7 @@ class Index:
         if named == 1 or not num_classes and index.num_classes == 1:
             only = self.class_names[0] if named else f"label {self.label_range[0]}"
             raise ValueError(f"{self.folder} has one class, {only}: expected two or more to tell apart.")
-        if not named and not num_classes:
+        if not named and not num_classes and not self.names:
             index._refuse_gaps()
         if named and num_classes not in (0, named):
             raise ValueError(

@@ -22,8 +22,9 @@ NAMES = ("utf-8", "surrogateescape")  # a file name is bytes, which need not be 
 
 
 def save(index: Index, path: str | Path) -> None:
-    assert not index.names, "these are a model's, and the index is of its images"
-    arrays = {field.name: getattr(index, field.name) for field in dataclasses.fields(index) if field.name != "names"}
+    assert not index.names and not index.counts_from_1, "these are known of the folder, not of its files"
+    known = {"names", "counts_from_1"}
+    arrays = {field.name: getattr(index, field.name) for field in dataclasses.fields(index) if field.name not in known}
     for name in ("files", "class_names"):  # as bytes: an array of strings would be as wide as its longest
         arrays[name] = np.frombuffer("\0".join(arrays[name]).encode(*NAMES), dtype=np.uint8)
     with atomic_file(path) as file:

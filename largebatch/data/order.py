@@ -61,6 +61,7 @@ class Plan:
     shuffle_window: int = 0
     phases: tuple[tuple[int, int], ...] = ()
     repeats: int = 1
+    epoch_batch_size: int = 0  # the batch of which repeated images fill whole ones in an epoch; 0: global_batch_size
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "micro_batch_size", "num_images"):
@@ -97,7 +98,7 @@ class Plan:
 
     @property
     def epoch_images(self) -> int:
-        return epoch_images(self.num_samples, self.repeats, self.global_batch_size)
+        return epoch_images(self.num_samples, self.repeats, self.epoch_batch_size or self.global_batch_size)
 
     @functools.cached_property
     def _phases(self) -> list[Phase]:

@@ -81,7 +81,7 @@ def parquet_images(folder: Path, names: Sequence[str], numbered: Sequence[Path])
             raise ValueError(f"{table.path} has no bytes in {table.image} of row {row}: write the images into it.")
         return image
 
-    counts_from_1 = not first.classes and labels.min() == 1 and _labels(map(_Table, numbered)).min() == 1
+    counts_from_1 = not first.classes and labels.min() >= 1 and _labels(map(_Table, numbered)).min() == 1
     return Images((labels - counts_from_1).tolist(), encoded, classes=first.classes)
 
 

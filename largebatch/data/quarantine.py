@@ -173,13 +173,15 @@ def leave_out(index: Index, entries: Sequence[Entry], *, folder: Path, split: st
 def listed_spans(entries: Sequence[Entry], *, folder: Path, split: str, listed_in: Path) -> list[tuple[str, int, int]]:
     """Return file, offset and length of each entry of a split. Raise ValueError if those bytes have changed."""
     spans = []
+    again = f"python -m largebatch.pack check {quote(remote.address(folder) or str(folder))}"
+    again += f" --out {quote(str(listed_in))}" * (listed_in != folder / NAME)
     for entry in entries:
         path = str(folder / entry.file)
         if entry.split == split:
             if not _is_as_listed(path, entry):
                 raise ValueError(
-                    f"{listed_in} names record {entry.record} of {entry.file}, which has changed since: run "
-                    f"`python -m largebatch.pack check {quote(str(folder))}` again."
+                    f"{listed_in} names record {entry.record} of {entry.file}, which has changed since: run `{again}` "
+                    "again."
                 )
             spans.append((path, entry.offset, entry.length))
     return spans

@@ -22,6 +22,7 @@ TFRecords into the user's cache. The user's data folder is never written to.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -40,7 +41,7 @@ from largebatch.data.index import Index
 from largebatch.data.order import epoch_order
 from largebatch.data.scan import index_images, index_shards
 from largebatch.data.shards import Images, encode_image, write_split
-from largebatch.files import atomic_file, cache_folder, locked, no_progress, safe_cache, written_once
+from largebatch.files import atomic_file, cache_folder, locked, no_progress, safe_cache, temporary_cache, written_once
 
 logger = logging.getLogger(__name__)
 
@@ -238,11 +239,19 @@ def _open_folder(folder: Path, split: str, progress: Progress) -> Index:
     if shards := _find_shards(folder, split):
         _warn_of_compressed(Path(shards[0]).parent, split)
         index = _cached_index(saved, shards, functools.partial(index_shards, shards), progress)
+        if _is_ours(folder):  # which tells the classes, also of a part in which the first or the last does not occur
+            index = dataclasses.replace(index, counts_from_1=True, names=class_names(index))
         known = split == "train" or index.label_range[0] == 0 or not _find_shards(folder, "train")
         return index.number_labels(like=None if known else _open_folder(folder, "train", progress))
     files, labels, names = find_images(folder, split)
     build = functools.partial(index_images, files, labels, class_names=names)
     return _cached_index(saved, files, build, progress, class_names=names)
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether this package wrote the records of a folder, by `pack` or into the cache."""
+    caches = (cache_folder(), temporary_cache())
+    return (folder / shard_check.PLANS[0]).is_file() or folder.parent in [cache.resolve() for cache in caches]
 
 
 def _cached_index(
@@ -318,9 +327,9 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
         raise ValueError(f"{place} has the class folder {unknown[0]}, which the training split does not have.")
     files, labels, rest, lost = [], [], [], []
     for label, entry in _entries_of_classes(place, names):
-        if not entry.is_file() and (_is_image(entry.name) or entry.is_symlink() and entry.name[0] != "."):
+        if not entry.is_file() and (is_image(entry.name) or entry.is_symlink() and entry.name[0] != "."):
             lost.append(entry)
-        elif label is None or not _is_image(entry.name):
+        elif label is None or not is_image(entry.name):
             rest.append(entry)
         else:
             files.append(entry.path)
@@ -329,7 +338,7 @@ def find_images(folder: Path, split: str) -> tuple[list[str], list[int], list[st
         raise ValueError(_names_without_files(place, lost))
     if not files:
         hint = WITHOUT * (split == "validation")
-        has = next((f"images in no class folder, such as {e.name}" for e in rest if _is_image(e.name)), "no images")
+        has = next((f"images in no class folder, such as {e.name}" for e in rest if is_image(e.name)), "no images")
         raise ValueError(f"{place} holds {has}: looked for <class>/*{', <class>/*'.join(EXTENSIONS)}.{hint}")
     _warn_of_rest(place, rest, f"only {', '.join(EXTENSIONS)} in class folders are read")
     return files, labels, names
@@ -340,7 +349,7 @@ def _entries_of_classes(place: Path, names: Sequence[str]) -> Iterator[tuple[int
     yield from ((None, entry) for entry in _entries(place) if not entry.is_dir())
     for label, name in enumerate(names):
         if (place / name).is_dir():
-            yield from ((label, entry) for entry in _entries_below(place / name))
+            yield from ((label, entry) for entry in entries_below(place / name))
 
 
 def _entries(folder: Path | str) -> list[os.DirEntry]:
@@ -352,14 +361,14 @@ def _entries(folder: Path | str) -> list[os.DirEntry]:
         raise ValueError(f"{error.filename} cannot be read: {error.strerror}.") from error
 
 
-def _entries_below(folder: Path | str, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[os.DirEntry]:
+def entries_below(folder: Path | str, around: frozenset[tuple[int, int]] = frozenset()) -> Iterator[os.DirEntry]:
     status = os.stat(folder)
     here = (status.st_dev, status.st_ino)
     if here in around:
         raise ValueError(f"{folder} is a link to a folder around it: remove it.")
     for entry in _entries(folder):
         if entry.is_dir():
-            yield from _entries_below(entry.path, around | {here})
+            yield from entries_below(entry.path, around | {here})
         else:
             yield entry
 
@@ -375,7 +384,7 @@ def _names_without_files(place: Path, lost: Sequence[os.DirEntry]) -> str:
 
 def _warn_of_rest(place: Path, entries: Sequence[os.DirEntry], why: str) -> None:
     """Warn of files that are left out, except a Mac's hidden ones and the like."""
-    rest = [e for e in entries if not e.name.startswith(".") or e.name[1] != "_" and _is_image(e.name[1:])]
+    rest = [e for e in entries if not e.name.startswith(".") or e.name[1] != "_" and is_image(e.name[1:])]
     if rest:
         endings = Counter(os.path.splitext(entry.name)[1].lower() or "without an ending" for entry in rest)
         logger.warning(
@@ -390,7 +399,7 @@ def _warn_of_compressed(place: Path, split: str) -> None:
     _warn_of_rest(place, shards, "shards are read only as they are")
 
 
-def _is_image(name: str) -> bool:
+def is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not name.startswith(".")
 
 

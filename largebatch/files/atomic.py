@@ -37,7 +37,8 @@ def written_once(
 ) -> Path:
     """Return `folder`; if it does not exist, `write` first fills a temporary folder, which then gets this name.
 
-    `write` is given the folder, in which a killed process may have left files, and a function to call while it works.
+    `write` is given the folder, in which a process that was killed or had an outage may have left files, and a function
+    to call while it works.
     """
     if folder.is_dir():
         return folder
@@ -52,6 +53,9 @@ def written_once(
         except OSError:
             if not folder.is_dir():  # without locks another process may be first
                 raise
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        except ValueError as error:
+            if type(error) is ValueError:  # not an outage: bad data, which will have another name when it is mended
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
     return folder

@@ -17,7 +17,7 @@ Guards asks origin.py for the images of a skipped step. Log hands its rows to si
 weights_and_biases.py and mlflow.py.
 """
 
-from largebatch.hooks.checkpointing import Checkpoint, in_turn
+from largebatch.hooks.checkpointing import Checkpoint
 from largebatch.hooks.divergence import Divergence
 from largebatch.hooks.ema import Average, Ema, ScheduleFree, check_half_life
 from largebatch.hooks.guards import Guards
@@ -36,8 +36,7 @@ from largebatch.hooks.tensorboard import TensorBoard
 from largebatch.hooks.weights_and_biases import WeightsAndBiases
 
 __all__ = [
-    "Average", "Checkpoint", "Csv", "Curves", "Divergence", "Ema", "Guards", "Log", "MLflow", "Mirroring",
-    "NoiseScale", "Profile", "Progress", "RecomputeCheck", "ReplicaCheck", "ScheduleFree", "Sink", "SlowRank",
-    "StopEarly", "TensorBoard", "Tracker", "WeightsAndBiases", "check_half_life", "end_time", "follow_noise",
-    "in_turn",
+    "Average", "Checkpoint", "Csv", "Curves", "Divergence", "Ema", "Guards", "Log", "MLflow", "Mirroring", "NoiseScale",
+    "Profile", "Progress", "RecomputeCheck", "ReplicaCheck", "ScheduleFree", "Sink", "SlowRank", "StopEarly",
+    "TensorBoard", "Tracker", "WeightsAndBiases", "check_half_life", "end_time", "follow_noise",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ that it still writes, so no rank waits long in one collective.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -43,13 +43,13 @@ class Checkpoint(Hook):
         config_text: str,
         description: str = "",
         best: str = "none",
-        before_save: Callable[[Trainer], None] | None = None,
+        before_save: Sequence[Callable[[Trainer], None]] = (),
         after_save: Callable[[], None] | None = None,
     ) -> None:
         """best: the metric that decides which evaluation is the best: top1, ema_top1, loss or none.
 
-        before_save: called on all ranks, may raise comm.Stopped to refuse a state. after_save: called in the thread
-        when a checkpoint is complete. description: for config.json.
+        before_save: called in turn on all ranks, may raise comm.Stopped to refuse a state. after_save: called in the
+        thread when a checkpoint is complete. description: for config.json.
         """
         assert bool(every_images) != bool(every_s), (every_images, every_s)
         self.folder = Path(folder)
@@ -128,8 +128,8 @@ class Checkpoint(Hook):
 
     def save(self, trainer: Trainer) -> None:
         """Begin to write the state, on rank 0, when the save before is complete. A collective."""
-        if self.before_save:
-            self.before_save(trainer)
+        for call in self.before_save:
+            call(trainer)
         began = time.monotonic()
         self.wait(trainer.comm)
         self.saved_step = trainer.state.step  # also if the save fails, so that all ranks agree
@@ -193,15 +193,6 @@ class Checkpoint(Hook):
         if not self.folder.exists():
             return f"{sentence}nothing of this run is left; choose another --run.folder to train again."
         return f"{sentence}older ones are kept; mend that, and the same command goes on from the newest."
-
-
-def in_turn(*calls: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
-
-    def call_all(trainer: Trainer) -> None:
-        for call in calls:
-            call(trainer)
-
-    return call_all
 
 
 class Writer:

@@ -64,12 +64,12 @@ class Machine:
         """Return the NUMA node of a rank's GPU; -1 if unknown."""
         if local_rank >= len(self.gpus):
             return -1
-        return int(_read(self.sysfs / "bus/pci/devices" / self.gpus[local_rank] / "numa_node", "-1"))
+        return int(text_of(self.sysfs / "bus/pci/devices" / self.gpus[local_rank] / "numa_node", "-1"))
 
     def nodes(self) -> dict[int, frozenset[int]]:
         found = {}
         for folder in (self.sysfs / "devices/system/node").glob("node[0-9]*"):
-            found[int(folder.name[4:])] = frozenset(numbers(_read(folder / "cpulist", ""))) & self.allowed
+            found[int(folder.name[4:])] = frozenset(numbers(text_of(folder / "cpulist"))) & self.allowed
         return found
 
     def cores(self, cpus: frozenset[int]) -> list[list[int]]:
@@ -77,7 +77,7 @@ class Machine:
         cores: dict[int, list[int]] = {}
         for cpu in sorted(cpus):
             topology = self.sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-            cores.setdefault(min(numbers(_read(topology, str(cpu)))), []).append(cpu)
+            cores.setdefault(min(numbers(text_of(topology, str(cpu)))), []).append(cpu)
         return [cores[first] for first in sorted(cores)]
 
     def nearest_adapters(self, local_rank: int) -> list[str]:
@@ -90,11 +90,11 @@ class Machine:
         gpu = (self.sysfs / "bus/pci/devices" / self.gpus[local_rank]).resolve()
         found: dict[str, tuple[int, int]] = {}
         for adapter in sorted((self.sysfs / "class/infiniband").glob("*"), key=_natural):
-            active = [port for port in sorted(adapter.glob("ports/*")) if "ACTIVE" in _read(port / "state", "")]
+            active = [port for port in sorted(adapter.glob("ports/*")) if "ACTIVE" in text_of(port / "state")]
             if active:
                 there = (adapter / "device").resolve()
                 shared = Path(os.path.commonpath([gpu, there]))
-                same_node = _read(there / "numa_node", "-1") == _read(gpu / "numa_node", "-1")
+                same_node = text_of(there / "numa_node", "-1") == text_of(gpu / "numa_node", "-1")
                 kind = 2 if PCI_ADDRESS.fullmatch(shared.name) else int(same_node)
                 found[f"{adapter.name}:{active[0].name}"] = (kind, len(shared.parts))
         best = max(found.values(), default=(0, 0))[0]
@@ -294,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"bind.sh: {command[0]}: {error.strerror}")
 
 
-def _read(path: Path, otherwise: str) -> str:
+def text_of(path: Path, otherwise: str = "") -> str:
     try:
         return path.read_text().strip()
     except OSError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from largebatch.launch.bind import numbers, ranges
+from largebatch.launch.bind import numbers, ranges, text_of
 
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys/devices/system")
 
@@ -32,8 +32,8 @@ class Cores:
 def cores_of_process(process: Path = PROCESS, system: Path = SYSTEM) -> Cores:
     """Return the cores of this process. process, system: folders in which Linux describes it and the machine."""
     allowed = frozenset(os.sched_getaffinity(0))
-    nodes = {int(path.name[4:]): numbers(_read(path / "cpulist")) for path in system.glob("node/node[0-9]*")}
-    siblings = {_read(system / f"cpu/cpu{core}/topology/thread_siblings_list") or str(core) for core in allowed}
+    nodes = {int(path.name[4:]): numbers(text_of(path / "cpulist")) for path in system.glob("node/node[0-9]*")}
+    siblings = {text_of(system / f"cpu/cpu{core}/topology/thread_siblings_list") or str(core) for core in allowed}
     return Cores(
         allowed=allowed,
         quotas=quotas(process),
@@ -77,9 +77,9 @@ def quotas(process: Path = PROCESS) -> dict[str, float]:
     found = {}
     for group in _groups(process):
         if (group / "cgroup.controllers").exists():  # version 2
-            quota, _, period = _read(group / "cpu.max").partition(" ")
+            quota, _, period = text_of(group / "cpu.max").partition(" ")
         else:
-            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+            quota, period = text_of(group / "cpu.cfs_quota_us"), text_of(group / "cpu.cfs_period_us")
         if quota.isdigit():  # not "max", or -1
             found[str(group)] = int(quota) / int(period)
     return found
@@ -88,13 +88,13 @@ def quotas(process: Path = PROCESS) -> dict[str, float]:
 def _groups(process: Path) -> Iterator[Path]:
     """Yield the folders of the process's control groups, of both versions, and of their parents."""
     of_version = {}
-    for line in _read(process / "cgroup").splitlines():
+    for line in text_of(process / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             of_version[2] = path
         elif "cpu" in controllers.split(","):
             of_version[1] = path
-    for line in _read(process / "mountinfo").splitlines():
+    for line in text_of(process / "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         # Split at every space, because a field may be empty.
         (_, _, _, root, mounted, *_), (kind, _, options, *_) = before.split(" "), after.split(" ")
@@ -105,10 +105,3 @@ def _groups(process: Path) -> Iterator[Path]:
         # A container may see its own group as the root.
         inside = own.relative_to(root) if own.is_relative_to(root) else Path()
         yield from (Path(mounted, folder) for folder in (inside, *inside.parents))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

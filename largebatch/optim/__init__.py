@@ -17,20 +17,7 @@ from largebatch.optim.muon import Muon
 from largebatch.optim.presets import PRESETS, Preset, param_groups
 
 __all__ = [
-    "PRESETS",
-    "Lamb",
-    "Lars",
-    "LookSam",
-    "Muon",
-    "Preset",
-    "adapted_ratios",
-    "build_optimizer",
-    "can_compile",
-    "clip_gradients",
-    "follow_half_life",
-    "gradient_norm",
-    "init_state",
-    "param_groups",
-    "scale_gradients",
+    "Lamb", "Lars", "LookSam", "Muon", "PRESETS", "Preset", "adapted_ratios", "build_optimizer", "can_compile",
+    "clip_gradients", "follow_half_life", "gradient_norm", "init_state", "param_groups", "scale_gradients",
     "trust_summary",
-]
+]  # fmt: skip

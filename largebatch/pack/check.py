@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from largebatch.arguments import Parser, local
 from largebatch.data import quarantine, remote, shard_check, sources
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     for line in lines:
         print(printable(line))
     for file, entries in lists.items():
-        _keep_list(file, entries)
+        _keep_list(file, entries, option=f" with --data.quarantine {quote(args.out)}" * bool(args.out))
     return 1 if lines else 0
 
 
@@ -73,11 +74,11 @@ def _line(folder: Path, entry: quarantine.Entry) -> str:
     return f"{folder / entry.file}, record {entry.record} (at byte {entry.offset}): {entry.reason}"
 
 
-def _keep_list(file: Path, bad: Sequence[quarantine.Entry]) -> None:
+def _keep_list(file: Path, bad: Sequence[quarantine.Entry], option: str) -> None:
     try:
         if bad:
             quarantine.save(file, bad)
-            print(f"listed in {file}: training leaves them out")
+            print(f"listed in {file}: training{option} leaves them out")
         else:
             file.unlink(missing_ok=True)
     except OSError as error:

@@ -80,16 +80,25 @@ class ParallelReplica(Replica):
         self.cuts = cuts_of(model)
         self.holders = self._find_holders(model)
         self.sharding: Sharding | None = None
+        self.objective: Objective | None = None
 
     def adapt_optimizer(self, serial: Optimizer) -> Optimizer:
         return ShardedLamb(serial.param_groups) if isinstance(serial, Lamb) else serial
 
     def adapt_objective(self, serial: Objective) -> Objective:
-        if not self.cuts_tensors:
-            return serial
-        if isinstance(serial, TokenLabeling):
-            return volo.token_labeling(self.mesh, dense_weight=serial.dense_weight)
-        return classification(self.mesh) if self.is_vit else serial
+        self.objective = serial
+        if self.cuts_tensors and isinstance(serial, TokenLabeling):
+            self.objective = volo.token_labeling(self.mesh, dense_weight=serial.dense_weight)
+        elif self.cuts_tensors and self.is_vit:
+            self.objective = classification(self.mesh)
+        return self.objective
+
+    def check_objective(self, objective: Objective) -> None:
+        if objective is not self.objective and (self.pipeline or self.cuts_tensors):
+            raise ValueError(
+                "trainer.objective was set, and --parallel.pipeline and --parallel.tensor train with a loss of their "
+                "own: leave one of the two out."
+            )
 
     def attach(self, model: nn.Module, optimizer: Reduced, comm: Ranks) -> None:
         super().attach(model, optimizer, comm)

@@ -102,11 +102,15 @@ def probabilities(model: nn.Module, paths: Sequence[str]) -> Iterator[Tensor]:
 
 
 def images_in(path: str) -> list[str]:
-    """Return the images in a folder and in its folders, sorted; if there are none, the path itself."""
-    from largebatch.data.sources import EXTENSIONS
+    """Return the images in a folder and in its folders, as training finds them; if there are none, the path itself."""
+    from largebatch.data.sources import entries_below, is_image
 
-    found = Path(path).rglob("*") if os.path.isdir(path) else ()  # no error if this user may not look
-    return sorted(str(file) for file in found if file.suffix.lower() in EXTENSIONS) or [path]
+    found = entries_below(path) if os.path.isdir(path) and may_list(path) else ()
+    return sorted(entry.path for entry in found if is_image(entry.name)) or [path]
+
+
+def may_list(folder: str) -> bool:
+    return os.access(folder, os.R_OK | os.X_OK)
 
 
 def why_unreadable(path: str) -> str:
@@ -115,7 +119,7 @@ def why_unreadable(path: str) -> str:
     if "://" in path:
         return "it is an address, and images are read from this host: copy the image"
     if os.path.isdir(path):
-        return "it is a folder without images" if os.access(path, os.R_OK) else "it is a folder that may not be listed"
+        return "it is a folder without images" if may_list(path) else "it is a folder that may not be listed"
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return "it is a FIFO, a socket or a device"

@@ -27,10 +27,9 @@ from largebatch.launch.driver import device_of
 from largebatch.launch.parents import Process, end_stopped, this_process
 from largebatch.process.background import in_background
 from largebatch.ranks import replicas
-from largebatch.ranks.narrow import TYPES, Narrow
 from largebatch.ranks.record import Record, recorded
 from largebatch.ranks.reduction import Compression, Reduced, refuse_irreducible
-from largebatch.ranks.sending import Unchanged
+from largebatch.ranks.sending import TYPES, Narrow, Unchanged
 from largebatch.ranks.stop_points import StopPoints
 from largebatch.ranks.stopped import Stopped, by_rank, sentence_of
 from largebatch.ranks.watchdog import Mark, Watchdog

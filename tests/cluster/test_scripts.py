@@ -140,7 +140,8 @@ def submit(slurm, command: str, *options: str, cold: bool = True, **variables: s
 def test_slurm(slurm, scripts_readme, tmp_path, number):
     assert len(scripts_readme("Slurm")) == 2
     command = f"{scripts_readme('Slurm')[number]} {SHORT} --run.folder {tmp_path / 'run'}"
-    job = submit(slurm, command, f"--output={tmp_path / 'log'}", cold=number == 0)
+    form = {"SLURM_TIME_FORMAT": "relative"} if number else {}  # of the user, whose variables a job has
+    job = submit(slurm, command, f"--output={tmp_path / 'log'}", cold=number == 0, **form)
     state = slurm.wait(job, timeout_s=LIMIT_S)
     log = (tmp_path / "log").read_text()
     assert state == ("COMPLETED", 0), log

@@ -5,8 +5,8 @@ All of them put as many ranks to a replica, since Horovod is told of it when it 
 
 import sys
 
+from largebatch.ranks import session
 from largebatch.ranks.signals import Signals
-from largebatch.start import start_ranks
 from largebatch.train import read, run_folder, train
 
 BASE = (
@@ -38,7 +38,7 @@ def main(folder: str, *runs: str) -> None:
         name, _, other = place.partition("/")
         argvs.append([*BASE, *RUNS[name].split(), "--run.folder", f"{folder}/{other or name}"])
         argvs[-1] += ["--run.max_steps", steps or "0"]
-    with Signals() as signals, start_ranks(read(argvs[0])) as comm:
+    with Signals() as signals, session(read(argvs[0])) as comm:
         for argv in argvs:
             config = read(argv)
             with run_folder(config, comm):

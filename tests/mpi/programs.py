@@ -78,12 +78,12 @@ def waits_for_strangers(folder: str) -> None:
 
 def cores(*options: str) -> None:
     """Set up the ranks as training does; the line of each host, and the warnings of all ranks."""
-    from largebatch.start import set_up, start_ranks
+    from largebatch.start import set_up
     from largebatch.train import read
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(levelname)s %(message)s")
     config = read(["--run.device", "cpu", *options])
-    with start_ranks(config) as comm:
+    with session(config) as comm:
         logging.getLogger().setLevel(logging.INFO if comm.rank == 0 else logging.WARNING)
         set_up(config, comm)
         when = "has decided already" if "torch._inductor.config" in sys.modules else "has not decided yet"

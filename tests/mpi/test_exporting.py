@@ -145,6 +145,17 @@ def test_a_folder_stands_for_the_images_in_it_and_a_pipe_is_not_waited_for(run, 
     assert f"{tmp_path / 'pipe.png'} is left out: it is a FIFO, a socket or a device" in err
 
 
+def test_a_folder_has_the_images_that_training_finds(run, images, tmp_path, capfd):
+    """Those behind links, and not the hidden copies of a Mac."""
+    (first, *_) = held_out(images)
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top/link").symlink_to(Path(first).parent)
+    (tmp_path / "top/._1.png").write_bytes(b"a Mac's")
+    assert predict([str(run), str(tmp_path / "top"), "--json"]) == 0
+    seen = [json.loads(line)["image"] for line in capfd.readouterr().out.splitlines()]
+    assert seen == sorted(str(tmp_path / "top/link" / path.name) for path in Path(first).parent.iterdir())
+
+
 @pytest.mark.parametrize("program", ["predict", "pack", "export", "report"])
 def test_help_needs_no_package_that_pip_does_not_install(program):
     missing = ("nvidia", "nvidia.dali", "google_crc32c", "horovod", "mpi4py", "rich")

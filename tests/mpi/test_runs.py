@@ -214,6 +214,13 @@ def test_validation_from_the_command_line(uninterrupted, tmp_path):
     assert (f"{100 * sum(right) / 360:.2f}", f"{sum(losses) / 360:.4f}") == raw[:2]
 
 
+@pytest.mark.parametrize("option", ["--predictions", "--csv"])
+def test_a_table_that_cannot_be_written_is_known_before_the_evaluation(uninterrupted, tmp_path, option):
+    code, output = launch([*VALIDATE, str(uninterrupted), option, str(tmp_path / "none/table.csv")], ranks=2)
+    assert code == 2 and "top-1" not in output, output
+    assert f"{tmp_path / 'none'} is no folder that this user can write to" in output, output
+
+
 def test_every_checkpoint_of_a_run_into_a_table(tmp_path, interrupted, uninterrupted):
     """All of one run; then from another run's folder, as its newest weights."""
     table = ["--csv", str(tmp_path / "table.csv")]

@@ -173,6 +173,7 @@ def test_before_the_end_of_the_job(tmp_path):
     (step,) = steps_saved(tmp_path)
     assert code == 75 and ends(text) == [("0", str(step)), ("1", str(step))] and 1 <= step < STEPS, text
     assert re.search(r"because the job ends at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, and a pass and a checkpoint", text)
+    assert "end_time: null" in (tmp_path / "config.yaml").read_text()  # --config gives it to jobs with other ends
     far = ["--run.end_time", str(end + 1000000), "--run.max_steps", str(step + 1)]
     environment = {"SLURM_JOB_END_TIME": str(int(end))}
     code, text = launch(training(tmp_path, *far, faults=faults), ranks=1, launcher="python", environment=environment)

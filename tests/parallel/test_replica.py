@@ -45,6 +45,9 @@ def _passes(config, sizes):
         make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
     )
     objective = replica.adapt_objective(classification)
+    replica.check_objective(objective)
+    with pytest.raises(ValueError, match="trainer.objective was set, and --parallel.pipeline and --parallel.tensor"):
+        replica.check_objective(lambda model, batch: model(batch.images).sum())
 
     def forward_backward(batch, weight):
         loss = objective(model, batch) * weight

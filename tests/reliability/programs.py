@@ -30,7 +30,6 @@ from largebatch.process import background
 from largebatch.ranks import Ranks, Stopped, session
 from largebatch.ranks.replicas import check_replicas, named_tensors
 from largebatch.replica import Replica
-from largebatch.start import start_ranks
 from largebatch.train import read
 
 IMAGES = 1_281_167  # of ImageNet-1K
@@ -211,7 +210,7 @@ def cost(rounds: int, folder: Path) -> None:
     # The recipe computes in fp16, for which few CPUs have instructions: there a step would take minutes.
     options += "--data.global_batch_size 64 --run.precision auto --log.to none".split()
     config = read(options)
-    with start_ranks(config) as comm:
+    with session(config) as comm:
         trainer = build_trainer(config, comm)
         batches = trainer.open_batches(0)
         (saving,) = [hook for hook in trainer.hooks if isinstance(hook, hooks.Checkpoint)]

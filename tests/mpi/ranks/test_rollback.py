@@ -12,7 +12,7 @@ from parts import CLASSES, OddModel, plan_for, small_trainer
 from largebatch import checkpoint
 from largebatch.config import ModelConfig, RunConfig, TrainConfig, dump
 from largebatch.engine import Hook, Trainer
-from largebatch.hooks import Checkpoint, Divergence, Mirroring, ReplicaCheck, divergence, in_turn, replicas
+from largebatch.hooks import Checkpoint, Divergence, Mirroring, ReplicaCheck, divergence, replicas
 from largebatch.ranks import Ranks, Stopped
 from zoo.weights import named_weights
 
@@ -77,7 +77,7 @@ def build(
         every_images=every * plan.global_batch_size,
         keep=2,
         config_text=dump(config),
-        before_save=in_turn(watch.settle, comparing.check),
+        before_save=[watch.settle, comparing.check],
         after_save=copying.start,
     )
     trainer.hooks = [watch, comparing, saving, copying, Noting()]
