@@ -107,7 +107,9 @@ def _check_shape(name: str, *, floor: float, cooldown_steps: int) -> None:
     if name not in SHAPES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SHAPES)}")
     if name == "constant" and floor and not cooldown_steps:
-        raise ValueError(f"floor={floor} has no effect on a constant schedule without cooldown_steps")
+        raise ValueError(
+            f"--schedule.floor is {floor} and --schedule.name constant: give a --schedule.cooldown, or leave it out."
+        )
 
 
 def _check_durations(total: int, warmup: int, cooldown: int, steps_per_epoch: float | None) -> None:
@@ -127,7 +129,7 @@ def _check_durations(total: int, warmup: int, cooldown: int, steps_per_epoch: fl
 
 def _check_warmup(start: float | None, floor: float, warmup_steps: int) -> None:
     if start is not None and not warmup_steps:
-        raise ValueError(f"start={start} has no effect without a warm-up; remove it or set warmup_steps")
+        raise ValueError(f"--schedule.start is {start}, without a warm-up: give a --schedule.warmup, or leave it out.")
     for option, value in (("start", start), ("floor", floor)):
         if value is not None and not 0.0 <= value <= 1.0:
-            raise ValueError(f"{option} is a factor of the peak learning rate in [0, 1], got {value}")
+            raise ValueError(f"--schedule.{option} is {value}: expected a share of --optim.lr, 0 to 1.")

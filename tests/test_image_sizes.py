@@ -52,6 +52,31 @@ def test_logits_and_gradients_of_other_sizes_are_timms(options, side):
         assert (gradient - gradients[1][name]).norm() <= 1e-5 * gradients[1][name].norm(), name
 
 
+def test_an_evaluation_without_gradients_leaves_training_as_it_was():
+    """Lightning evaluates in inference mode, before the first step as well; the matrix is kept."""
+    resampling.cache_clear()
+    ours = zoo.create_model("vit_nano32", img_size=96, num_classes=5)
+    ours.take_smaller_images()
+    images = torch.randn(2, 3, 64, 64)
+    with torch.inference_mode():
+        expected = ours.eval()(images)
+    torch.testing.assert_close(ours(images), expected.clone())
+    ours.train()(images).sum().backward()
+    halved = ours.eval().to(torch.bfloat16)(images.to(torch.bfloat16))
+    torch.testing.assert_close(halved.float(), expected.clone(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("size", [(128, 64), (64, 128), (256, 128)])
+def test_images_that_are_not_square_are_timms(size):
+    theirs = VisionTransformer(**TIMM)
+    ours = zoo.vit.VisionTransformer(**TIMM | {"dynamic_img_size": False}, embed_layer=zoo.vit.PatchEmbed)
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, *size)
+    for model in (ours, theirs):
+        model.set_input_size(img_size=size)
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-5, atol=1e-6)
+
+
 def test_one_size_keeps_the_bits_and_refuses_others():
     ours = zoo.create_model("vit_nano32", img_size=96, num_classes=5)
     images = torch.randn(2, 3, 96, 96)

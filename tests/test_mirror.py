@@ -26,6 +26,7 @@ from largebatch.checkpoint import Mirror, store
 from largebatch.engine import TrainState
 from largebatch.files.run_folder import RunFolder
 from largebatch.hooks import Mirroring, mirroring
+from largebatch.ranks.single import Single
 from largebatch.report import history
 
 FILES = ("config.json", "model.safetensors", "state.pt")
@@ -372,6 +373,22 @@ def test_a_store_that_fails_is_told_once_and_the_mirror_catches_up(port, folder,
         assert told[0].startswith(f"the mirror {mirror.address} cannot be written (")
         assert told[0].endswith("): training goes on, and the copy is tried again")
         assert sorted(mirror._checkpoints().items()) == [(3, True), (4, True)] and not hook.failure
+
+
+def test_the_end_of_a_run_waits_for_another_attempt(folder, tmp_path, monkeypatch):
+    """The newest one has failed, and the next would be a minute away."""
+    monkeypatch.setattr(mirroring, "LONGEST_PAUSE_S", 60.0)
+    mirror = Mirror(str(tmp_path / "mirror"), folder)
+    hook, update, failures = Mirroring(mirror), mirror.update, [OSError("no answer")]
+    monkeypatch.setattr(mirror, "update", lambda tell: raised(failures.pop()) if failures else update(tell))
+    save(folder, 1)
+    hook.start()
+    s3.wait_until(lambda: hook.failure, "the first attempt")
+    assert hook.wait(Single(), 30.0) == "" and [*mirror._checkpoints()] == [1] and not hook.gave_up
+
+
+def raised(error: Exception) -> None:
+    raise error
 
 
 def run(port: int, *options: str, **changes: str) -> tuple[int, str]:

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from zoo import create_model, load_weights, named_weights, save_weights
+from zoo import create_model, load_weights, named_weights, save_weights, vit
 from zoo.weights import identify, reason_of
 
 import timm  # isort: skip  (after zoo, which makes it importable beside a CPU build of torch)
 from timm.models.vision_transformer import VisionTransformer  # isort: skip
+from timm.utils import ModelEmaV3  # isort: skip
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -110,12 +111,51 @@ def test_a_part_of_a_model_that_is_called_module_keeps_its_name(tmp_path):
     model = nn.Sequential(Wrapper(nn.Linear(2, 3)), nn.DataParallel(nn.Linear(3, 3)), nn.Linear(3, 1))
     names = [f"{path}.{name}" for path in ("0.module", "1", "2") for name in ("weight", "bias")]
     for wrapped in (model, nn.DataParallel(model), AveragedModel(model), torch.compile(Wrapper(model))):
-        assert [name for name in named_weights(wrapped) if name != "n_averaged"] == names
+        assert [*named_weights(wrapped)] == names
     save_weights(model, tmp_path / "weights.pt")
     other = copy.deepcopy(model)
     other[0].module.reset_parameters()
     load_weights(other, tmp_path / "weights.pt")
     assert_same(model, other)
+
+
+class Scaled(Wrapper):
+    """Has a bias beside that of the part in it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 3))
+        self.bias = nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("build", [Scaled, lambda: nn.Sequential(Scaled(), nn.Linear(3, 1))])
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel])
+def test_names_that_differ_only_in_a_part_called_module_stay_apart(tmp_path, build, wrap):
+    model, other = wrap(build()), wrap(build())
+    save_weights(model, tmp_path / "weights.safetensors")
+    assert [*named_weights(model)] == [*build().state_dict()]
+    assert load_weights(other, tmp_path / "weights.safetensors") == []
+    assert_same(model, other)
+    build().load_state_dict(load_file(tmp_path / "weights.safetensors"))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_averaged_model_saves_and_takes_weights(tmp_path, whole):
+    """As `save_weights` writes it, or torch.save its whole state with the counter."""
+    average, other = AveragedModel(small_vit()), AveragedModel(small_vit(seed=1))
+    if whole:
+        torch.save(average.state_dict(), tmp_path / "weights.pt")
+    else:
+        save_weights(average, tmp_path / "weights.pt")
+    for model in (small_vit(seed=2), other):
+        assert load_weights(model, tmp_path / "weights.pt") == []
+    assert_same(other.module, small_vit())
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, ModelEmaV3])
+def test_a_wrapped_model_of_timm_gets_a_new_head_as_well(tmp_path, wrap):
+    save_weights(create_model("timm/test_resnet", img_size=64, num_classes=4), tmp_path / "weights.pt")
+    model = create_model("timm/test_resnet", img_size=64, num_classes=3)
+    assert load_weights(wrap(model), tmp_path / "weights.pt") == ["fc.weight", "fc.bias"]
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, Wrapper, lambda model: torch.compile(Wrapper(model))])
@@ -176,6 +216,22 @@ def test_a_prefix_that_the_model_has_as_well_stays(tmp_path):
     other = nn.Sequential(small_vit(seed=1))
     load_weights(other, tmp_path / "weights.pt")
     assert_same(other[0], small_vit())
+
+
+def test_a_prefix_that_a_part_of_the_model_has_as_well_is_taken_off(tmp_path):
+    model, other = (create_model("volo_nano", img_size=32, num_classes=3) for _ in range(2))
+    content = {f"network.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": content}, tmp_path / "last.ckpt")
+    assert load_weights(other, tmp_path / "last.ckpt") == []
+    assert_same(other, model)
+
+
+def test_weights_without_an_embedding_of_places_are_no_model_of_the_zoo():
+    """BEiT's have the blocks of DeiT III."""
+    shapes = {name: tensor.shape for name, tensor in create_model("deit3_s16").state_dict().items()}
+    assert vit.recognise(shapes) == "deit3_s16"
+    assert vit.recognise({name: shape for name, shape in shapes.items() if name != "pos_embed"}) is None
+    assert vit.recognise({name: shape for name, shape in shapes.items() if not name.endswith("qkv.bias")}) is None
 
 
 def test_a_model_is_recognised_behind_a_prefix(tmp_path):
@@ -472,7 +528,7 @@ def test_a_buffer_that_is_infinite_in_the_model_may_be_so_in_the_file(tmp_path):
 def test_two_names_for_one_weight_are_refused(tmp_path):
     weights = small_vit().state_dict()
     torch.save(weights | {"module.norm.weight": torch.zeros(16)}, tmp_path / "odd.pt")
-    with pytest.raises(ValueError, match="differ only in a wrapper's prefix"):
+    with pytest.raises(ValueError, match="unexpected module.norm.weight"):
         load_weights(small_vit(), tmp_path / "odd.pt")
 
 

@@ -61,14 +61,15 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         self.patch_embed.strict_img_size = False
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """Tokens (B, N, C) of square images. Resampling is a product, whose gradient a GPU adds up in one order."""
-        whole, side = self.patch_embed.grid_size[0], isqrt(x.shape[1])
-        if side == whole or self.pos_embed is None:
+        """Tokens (B, N, C), of smaller images if these are square. A GPU adds up a product's gradient in one order."""
+        if self.patch_embed.strict_img_size or self.pos_embed is None or x.shape[1] == self.patch_embed.num_patches:
             return super()._pos_embed(x)
+        whole, side = self.patch_embed.grid_size[0], isqrt(x.shape[1])
         prefix = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         first = self.pos_embed.shape[1] - whole**2  # the places of the prefix
         with torch.autocast(x.device.type, enabled=False):
-            places = resampling(whole, side, x.device) @ self.pos_embed[:, first:]
+            places = resampling(whole, side, x.device) @ self.pos_embed[:, first:].float()
+        places = places.to(self.pos_embed.dtype)
         if first:
             return self.pos_drop(torch.cat([*prefix, x], dim=1) + torch.cat([self.pos_embed[:, :first], places], dim=1))
         return self.pos_drop(torch.cat([*prefix, x + places], dim=1))
@@ -134,9 +135,10 @@ def _as_deit3(model: VisionTransformer, drop_path_rate: float, weight_init: str)
 @lru_cache(maxsize=8)
 def resampling(whole: int, side: int, device: torch.device) -> Tensor:
     """Return the matrix (side², whole²) by which timm resamples a position embedding of whole² places."""
-    eye = torch.eye(whole**2)[None]
-    matrix = resample_abs_pos_embed(eye, new_size=[side, side], old_size=[whole, whole], num_prefix_tokens=0)[0]
-    return matrix.to(device)
+    with torch.inference_mode(False):  # a later step of training takes the same matrix
+        eye = torch.eye(whole**2)[None]
+        matrix = resample_abs_pos_embed(eye, new_size=[side, side], old_size=[whole, whole], num_prefix_tokens=0)[0]
+        return matrix.to(device)
 
 
 def _as_plain(model: VisionTransformer) -> None:
@@ -207,7 +209,7 @@ def default_cfg(*, img_size: int, num_classes: int) -> dict[str, Any]:
 def recognise(shapes: Mapping[str, torch.Size]) -> str | None:
     """The name of the ViT that has parameters of these shapes, at any image size, or None."""
     projection = shapes.get("patch_embed.proj.weight")  # (embed_dim, 3, patch_size, patch_size)
-    if projection is None or len(projection) != 4:
+    if projection is None or len(projection) != 4 or not shapes.keys() >= {"pos_embed", "blocks.0.attn.qkv.bias"}:
         return None
     blocks = {key.split(".")[1] for key in shapes if key.startswith("blocks.")}
     scaled = not shapes.keys().isdisjoint(("blocks.0.ls1.gamma", "blocks.0.gamma_1"))

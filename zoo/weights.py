@@ -40,6 +40,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".tar", ".ckpt")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONTAINERS = ("state_dict", "model", "state_dict_ema")  # the first one found is taken
 WRAPPERS = ("module", "_orig_mod")  # DistributedDataParallel and averaged models; torch.compile
+COUNTER = "n_averaged"  # of AveragedModel, beside the weights
 WRAPPER_CLASSES = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 HEADS = ("head", "aux_head")  # VOLO has the second one, for its cells; the heads of timm's models have other names
 SHOWN = 3  # of a list of names in a message
@@ -80,7 +81,8 @@ def load_weights(
     Raises ValueError if the file cannot be read or does not fit, with the first keys that do not fit, or the file's
     model.
     """
-    target = _strip_names(model.state_dict())
+    model = _inner(model)
+    target = _strip_names(named_weights(model))
     content = read_weights(path) if content is None else content
     weights = _without_prefix(content, target)
     _check_variant(weights, target, path=path)
@@ -115,22 +117,28 @@ def save_weights(model: nn.Module, path: str | Path) -> None:
 
 
 def named_weights(model: nn.Module) -> Tensors:
-    """Return a model's own tensors by their names, without the prefixes of wrappers.
+    """Return a model's own tensors by their names, without wrappers: their prefixes, and what an average counts.
 
-    "module" is one below a wrapper of torch, or if it is all there is of the whole model; "_orig_mod" everywhere.
+    "module" is a prefix below a wrapper of torch, or if it is all there is of the whole model; "_orig_mod" everywhere.
     """
     wrapped = set()
     for path, module in model.named_modules(remove_duplicate=False):
-        alone = [*module._modules] == ["module"] and all(part in WRAPPERS for part in path.split(".") if part)
+        parts = [*module._modules, *module._parameters, *module._buffers]
+        alone = parts == ["module"] and all(part in WRAPPERS for part in path.split(".") if part)
         if alone or isinstance(module, WRAPPER_CLASSES):
-            wrapped.add(f"{path}.module".lstrip("."))
+            wrapped.add(path)
 
     def own(name: str) -> str:
         *parts, last = name.split(".")
-        places = accumulate(parts, "{}.{}".format)
-        return ".".join([*(p for p, place in zip(parts, places) if place not in wrapped and p != "_orig_mod"), last])
+        parents = accumulate(("", *parts), lambda path, part: f"{path}.{part}".lstrip("."))
+        inner = [part for part, parent in zip(parts, parents) if part != "_orig_mod" and parent not in wrapped]
+        return ".".join([*inner, last])
 
-    return {own(name): tensor for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[0] not in wrapped}
+    names = {own(name): name for name in tensors}
+    if len(names) < len(tensors):
+        raise ValueError(f"some weights differ only in a wrapper's prefix, {' or '.join(WRAPPERS)}")
+    return {name: tensors[within] for name, within in names.items()}
 
 
 def write_weights(weights: Tensors, path: str | Path) -> None:
@@ -222,11 +230,20 @@ def _unwrap(content: Any, *, path: Path) -> Tensors:
     raise ValueError(f"{path} holds {found}: expected tensors, bare or under {' or '.join(CONTAINERS)}")
 
 
+def _inner(model: nn.Module) -> nn.Module:
+    """Return the model in wrappers, if it is one of timm's that is known by an attribute."""
+    inner = model
+    while not hasattr(inner, TIMM) and len(found := [name for name in WRAPPERS if name in inner._modules]) == 1:
+        inner = inner.get_submodule(found[0])
+    return inner if hasattr(inner, TIMM) else model
+
+
 def _strip_names(tensors: Mapping[str, Tensor]) -> Tensors:
+    """Return tensors without any part of a name that is a wrapper's, unless names would then be the same."""
     names = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in tensors}
-    if len(set(names.values())) < len(names):
-        raise ValueError(f"some weights differ only in a wrapper's prefix, {' or '.join(WRAPPERS)}")
-    return {names[name]: tensor for name, tensor in tensors.items()}
+    names.pop(COUNTER, None)
+    same = len(set(names.values())) < len(names)
+    return {name if same else short: tensors[name] for name, short in names.items()}
 
 
 def _shared_prefix(names: Collection[str]) -> str:
@@ -238,7 +255,9 @@ def _shared_prefix(names: Collection[str]) -> str:
 
 def _without_prefix(weights: Tensors, target: Collection[str] = ()) -> Tensors:
     """Take off the prefixes that all names of a file share, such as Lightning's, unless the model has them, too."""
-    while (prefix := _shared_prefix(weights)) and not any(name.startswith(prefix) for name in target):
+    while prefix := _shared_prefix(weights):
+        if target and all(name.startswith(prefix) for name in target):
+            break
         logger.info("the prefix %r of all names in the file is taken off", prefix)
         weights = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
     return weights
@@ -334,7 +353,8 @@ def _num_classes(tensors: Tensors, head: str) -> int | None:
 
 def count_classes(model: nn.Module, path: str | Path) -> int:
     """The number of classes of the weights in a file for this model; ValueError without a head."""
-    weights = _without_prefix(read_weights(path, device="meta"), _strip_names(model.state_dict()))
+    model = _inner(model)
+    weights = _without_prefix(read_weights(path, device="meta"), _strip_names(named_weights(model)))
     classes = _num_classes(weights, _heads(model)[0])
     if not classes:
         raise ValueError(f"{path} has no head, so it knows no classes: expected weights of a classifier")
@@ -415,6 +435,6 @@ def _why_no_numbers(found: Tensor, wanted: Tensor) -> str:
 def check_description(model: nn.Module, path: Path, content: Tensors, told: str) -> None:
     """Raise ValueError if tensors in a file have other sizes than in the model that a description tells."""
     found = _shapes(content)
-    for name, shape in _shapes(_strip_names(model.state_dict())).items():
+    for name, shape in _shapes(_strip_names(named_weights(model))).items():
         if name in found and math.prod(found[name]) != math.prod(shape):
             raise ValueError(f"{told}, but {name} in {path.name} is {tuple(found[name])}, not {tuple(shape)}")

@@ -39,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = open_model(args.weights, average=args.ema)
     except (ValueError, OSError) as mistake:
         return complain(mistake)
-    faults = {path: why_unreadable(path) for given in args.images for path in images_in(given)}
+    faults: dict[str, str] = {}
+    for given in args.images:
+        try:
+            faults |= {path: why_unreadable(path) for path in images_in(given)}
+        except ValueError as error:  # of a folder in it
+            faults[given] = str(error).rstrip(".")
     good = [path for path, fault in faults.items() if not fault]
     show = _as_json if args.json else _as_block
     for path, shares in zip(good, probabilities(model, good), strict=True):

@@ -3,7 +3,7 @@
     horovodrun -np 8 python -m largebatch.train --model volo_d1 --data /data/imagenet_with_token_labels
 
 Published top-1, with the model's own crop, is 84.2 % (D1) to 86.1 % (D5), and 85.2 % to 87.1 % after fine-tuning. D5
-ran at 500 img/s on 8 A100, that is for 213 hours. Nobody has run these recipes to their end here.
+ran at 500 img/s on 8 A100, that is for 221 hours. Nobody has run these recipes to their end here.
 
 Sources: the VOLO repository and its paper (https://arxiv.org/abs/2106.13112), and NVIDIA's account of training D5 on
 DGX A100s. The table of settings in the account and the repository disagree:
@@ -96,7 +96,7 @@ def volo_d4() -> TrainConfig:
 
 
 def volo_d5() -> TrainConfig:
-    """VOLO-D5: 86.1 % top-1 published; 500 img/s on 8 A100 and 2,100 on 40, that is 213 and 51 hours."""
+    """VOLO-D5: 86.1 % top-1 published; 500 img/s on 8 A100 and 2,100 on 40, that is 221 and 53 hours."""
     return _pretrain("volo_d5", lr=8e-4, drop_path_rate=0.75)
 
 

@@ -156,6 +156,16 @@ def test_a_folder_has_the_images_that_training_finds(run, images, tmp_path, capf
     assert seen == sorted(str(tmp_path / "top/link" / path.name) for path in Path(first).parent.iterdir())
 
 
+def test_a_folder_that_leads_to_itself_is_left_out_alone(run, images, tmp_path, capfd):
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top/up").symlink_to(tmp_path)
+    assert predict([str(run), str(tmp_path / "top"), str(images / "val"), "--json"]) == 2
+    out, err = capfd.readouterr()
+    assert [json.loads(line)["image"] for line in out.splitlines()] == held_out(images)
+    assert f"{tmp_path / 'top'} is left out: {tmp_path / 'top/up/top'}" in err, err
+    assert "is a link to a folder around it" in err, err
+
+
 @pytest.mark.parametrize("program", ["predict", "pack", "export", "report"])
 def test_help_needs_no_package_that_pip_does_not_install(program):
     missing = ("nvidia", "nvidia.dali", "google_crc32c", "horovod", "mpi4py", "rich")
