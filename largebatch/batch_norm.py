@@ -86,15 +86,15 @@ class BatchNormStatistics:
         self._resume()
         if not self.layers:
             return
-        passes = self.layers[0].passes
-        sums = torch.cat([buffer.double() * passes for layer in self.layers for buffer in layer.buffers])
-        total = self.comm.allreduce(torch.cat([sums, sums.new_full((1,), passes)]), name="batch_norm")
-        step = iter((total[:-1] / total[-1]).float().split([len(b) for layer in self.layers for b in layer.buffers]))
-        for layer in self.layers:
-            for kept in layer.kept:
-                mean = next(step)
+        # Each layer by its own passes: one may be in evaluation, and a head is not used by every micro-batch.
+        parts = [torch.cat([*layer.buffers, layer.buffers[0].new_ones(1)]).double() for layer in self.layers]
+        sums = torch.cat([part * layer.passes for part, layer in zip(parts, self.layers)])
+        total = self.comm.allreduce(sums, name="batch_norm").split([len(part) for part in parts])
+        for layer, part in zip(self.layers, total):
+            means = (part[:-1] / part[-1]).float().chunk(2)
+            for kept, mean in zip(layer.kept, means):
                 if applied:
-                    kept.lerp_(mean, layer.momentum)
+                    kept.copy_(torch.where(part[-1] > 0, kept.lerp(mean, layer.momentum), kept))
             layer.begin_step()
 
     def pause(self) -> None:

@@ -1,5 +1,6 @@
 """The half-life of the second moment: beta2 by the images of each step, its exact bias correction, and mistakes."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -74,6 +75,29 @@ def test_adamw_has_the_same_exact_correction(name):
     references = [Changing(p.detach().numpy(), wd=decays[p], eps=1e-8, adapt=False) for p in params]
     train(optimizer, params, references)
     assert max(relative(p, reference.x) for p, reference in zip(params, references)) <= 1e-12
+
+
+@pytest.mark.parametrize("before", [60_000, 3_000_000_000])  # images; the second power underflows
+def test_one_that_is_unfrozen_late_has_the_correction_of_its_own_steps(before):
+    """Its first step of Adam is the learning rate, as any other's; also after a skipped step, and resumed."""
+    early, late = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = Lamb([early, late], lr=1.0, eps=0.0, adapt=False)
+    optimizer.param_groups[0]["half_life"] = 1_280_000
+    early.grad = torch.ones(3)
+    follow_half_life(optimizer.param_groups[0], 1024, before=before)
+    optimizer.step()
+    follow_half_life(optimizer.param_groups[0], 1024, before=before + 1024)
+    late.grad = torch.tensor([1.0, -2.0, 3.0])
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), -late.grad.sign(), rtol=1e-5, atol=0)
+    twin = Lamb([nn.Parameter(p.detach().clone()) for p in (early, late)], lr=1.0, eps=0.0, adapt=False)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one in (optimizer, twin):
+        for p in one.param_groups[0]["params"]:
+            p.grad = torch.full((3,), 0.5)
+        follow_half_life(one.param_groups[0], 1024, before=before + 2048)
+        one.step()
+    assert all(map(torch.equal, optimizer.param_groups[0]["params"], twin.param_groups[0]["params"]))
 
 
 def test_adamw_of_this_project_is_torchs_while_beta2_stays():

@@ -80,6 +80,18 @@ def test_ten_steps_equal_the_formulas(name):
             assert relative(ours, theirs) <= 1e-11, step
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_one_that_begins_late_has_its_whole_state(name):
+    model, optimizer = make(name)
+    late = next(model.parameters()).requires_grad_(False)
+    SAM.begin(optimizer)
+    for step in range(2):
+        take_step(model, optimizer, step)
+    before = late.requires_grad_(True).detach().clone()
+    take_step(model, optimizer, 2)
+    assert DIRECTION in optimizer.state[late] and len(optimizer.state[late]) > 1 and not torch.equal(late, before)
+
+
 def test_the_kept_part_is_orthogonal_to_the_gradient():
     model, optimizer = make("sgd")
     SAM.begin(optimizer)

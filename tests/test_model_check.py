@@ -62,16 +62,17 @@ def test_what_is_missing_from_weights_of_this_model_names_no_other(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "batch, parallel, sentence",
+    "batch, repeats, parallel, sentence",
     [
-        (8, ParallelConfig(), ""),
-        (4, ParallelConfig(), "a step is a single micro-batch of 4 images; --data.micro_batch_size 2, or a smaller"),
-        (8, ParallelConfig(sequence=2), "with --parallel .*sequence.* no rank has the gradient of a whole model"),
+        (8, 1, ParallelConfig(), ""),
+        (8, 3, ParallelConfig(), "with --augment.repeats 3 micro-batches share images"),
+        (4, 1, ParallelConfig(), "a step is a single micro-batch of 4 images; --data.micro_batch_size 2, or a smaller"),
+        (8, 1, ParallelConfig(sequence=2), "with --parallel .*sequence.* no rank has the gradient of a whole model"),
     ],
 )
-def test_the_noise_scale_is_left_out_with_a_sentence(batch, parallel, sentence, caplog):
+def test_the_noise_scale_is_left_out_with_a_sentence(batch, repeats, parallel, sentence, caplog):
     caplog.set_level(logging.INFO)
-    plan = Plan(num_samples=9, global_batch_size=batch, micro_batch_size=4, num_images=90, seed=0)
+    plan = Plan(num_samples=9, global_batch_size=batch, micro_batch_size=4, num_images=90, seed=0, repeats=repeats)
     assert (assembly.build_noise_scale(TrainConfig(parallel=parallel), plan) is None) is bool(sentence)
     assert re.search(f"^{sentence and 'no gradient noise scale: '}{sentence}", caplog.messages[0] if sentence else "")
 

@@ -323,7 +323,7 @@ def test_the_first_half_alone_is_that_of_the_whole(way, dtype, bound):
             assert relative(found, wanted) < bound
 
 
-@pytest.mark.parametrize("impl", ["plain", "eager"])
+@pytest.mark.parametrize("impl", ["plain", "eager", COMPILE])
 class TestDegenerate:
     def test_zero_parameter_and_zero_gradient(self, impl):
         zero, still = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
@@ -335,12 +335,22 @@ class TestDegenerate:
         assert torch.equal(still.detach(), torch.ones(4))
 
     def test_norm_that_overflows(self, impl):
-        """Moments stay finite, the sum of squares does not: ratio 1, and no NaN."""
+        """Moments stay finite, the sum of squares does not, but for that of C++: ratio 1 or |x| / |u|, and no NaN."""
         p = nn.Parameter(torch.full((8,), 1e20))
         optimizer = Lamb([p], lr=0.1, impl=impl)
         p.grad = torch.ones(8)
         optimizer.step()
-        assert optimizer.trust_ratios[p] == 1 and p.isfinite().all()
+        assert optimizer.trust_ratios[p].item() in (1, pytest.approx(1e20, rel=1e-5)) and p.isfinite().all()
+
+    def test_gradients_that_end(self, impl):
+        """Without decay u falls to the smallest numbers, and the ratio would grow beyond the largest."""
+        p = nn.Parameter(torch.ones(4))
+        optimizer = Lamb([p], lr=1e-3, impl=impl)
+        for step in range(1100):
+            p.grad = torch.randn(4, generator=torch.Generator().manual_seed(step)) * (step < 20)
+            optimizer.step()
+            assert p.isfinite().all() and optimizer.trust_ratios[p] <= 1e30, step
+        assert optimizer.trust_ratios[p] == 1
 
     def test_gradient_not_finite(self, impl):
         """The ratio is 1 and other tensors are untouched; skipping such a step is the caller's decision."""

@@ -155,6 +155,7 @@ def test_the_rate_of_the_first_phase_is_that_of_a_run_at_its_batch(stairs):
             "differ in length, so give epochs, images or %.",
         ),
         ("1024@0,4096@1 epoch", {"run_duration": "500 steps"}, "--run.duration is '500 steps' and"),
+        ("1024@0,noise", {"augment.repeats": 3}, "and --augment.repeats 3: micro-batches that share images do not"),
         ("1024@0,noise", {"parallel.tensor.size": 2}, "and --parallel tensor 2: no rank has the gradient of a whole"),
     ],
 )

@@ -285,6 +285,9 @@ def build_noise_scale(config: TrainConfig, plan: Plan) -> hooks.NoiseScale | Non
     if shape.size > 1:
         logger.info("no gradient noise scale: with --parallel %s no rank has the gradient of a whole model", shape)
         return None
+    if plan.repeats > 1:
+        logger.info("no gradient noise scale: with --augment.repeats %d micro-batches share images", plan.repeats)
+        return None
     if plan.global_batch_size < 2 * plan.micro_batch_size:
         logger.info(
             "no gradient noise scale: a step is a single micro-batch of %d images; --data.micro_batch_size %d, or a "

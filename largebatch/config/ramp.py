@@ -81,6 +81,11 @@ def check(config: TrainConfig) -> None:
             f"{OPTION} is {text!r} and --parallel {config.parallel.shape()}: no rank has the gradient of a whole "
             "model, by which the noise scale is measured; give places instead of noise."
         )
+    if ramp.by_noise and config.augment.repeats > 1:
+        raise ValueError(
+            f"{OPTION} is {text!r} and --augment.repeats {config.augment.repeats}: micro-batches that share images do "
+            "not show the noise; give places instead of noise."
+        )
 
 
 def check_batches(config: TrainConfig, *, num_ranks: int, resuming: bool) -> None:

@@ -45,7 +45,8 @@ static inline void update(const Tensor<T> &t, T *u, int64_t i, const Scalars<T> 
 template <typename T> static T trust_ratio(double xx, double uu, const Scalars<T> &s) {
     const double x_norm = s.keep * std::sqrt(xx), u_norm = std::sqrt(uu);
     if (!(x_norm > 0 && u_norm > 0 && std::isfinite(x_norm) && std::isfinite(u_norm) && s.adapt > 0)) return 1;
-    return std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
+    const double ratio = std::fmin(std::fmin(std::fmax(x_norm, s.norm_min), s.norm_max) / u_norm, s.ratio_max);
+    return ratio <= 1e30 ? ratio : 1;
 }
 
 // The first half of an update: the moments, u, and the sums of the squares of x and u. It has copies of its own of the

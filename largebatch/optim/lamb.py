@@ -13,9 +13,10 @@ With decay="decoupled" u has no decay, and x is first multiplied by 1 - lr weigh
 before decay is zero where its sign is not that of g, and divided by the share of the others, or 0.001
 (arXiv:2411.16085).
 
-|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, and
-if a norm is zero or not finite. Lamb does not clip; see `factory.scale_gradients`. If beta2 changes from step to step,
-the option beta2_power of a group is the product that takes the place of beta2^t (`factory.follow_half_life`).
+|.| is the L2 norm of the whole tensor, added up in double precision. The ratio is 1 if the group has adapt=False, if a
+norm is zero or not finite, and if it would be above 1e30. Lamb does not clip; see `factory.scale_gradients`. If beta2
+changes from step to step, the option beta2_power of a group is the product that takes the place of beta2^t
+(`factory.follow_half_life`), and for one that is unfrozen late that since its first step.
 
 Every option sits in the parameter group, because Horovod's DistributedOptimizer is a new instance that is built from
 `param_groups` alone. The step counter is per parameter, so that one that is unfrozen late gets its own bias correction.
@@ -26,7 +27,7 @@ import logging
 import math
 import subprocess
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
 from largebatch.native import lamb as cpp_lamb
 from largebatch.native.lamb import DTYPES, as_kernels_read, same_kind
@@ -48,6 +50,8 @@ DECAYS = ("coupled", "decoupled", "corrected")
 NATIVE = {("cpu", dtype, torch.strided) for dtype in DTYPES}  # gradients for lamb.cpp
 
 NOT_COMPILED = "LAMB could not be compiled here: give Lamb impl='eager'"
+
+LARGEST = 1e30  # ratio: lr times a larger one may overflow; u is then all but zero, and so is a step without it
 
 STATE = ("step", "exp_avg", "exp_avg_sq")  # of a parameter
 
@@ -77,10 +81,10 @@ class Scalars(NamedTuple):
     caution: float  # 1 or 0; compiled code does not read it
 
 
-def scalars(group: Mapping[str, Any], step: int) -> Scalars:
-    """Return the numbers of a group for update number `step`; the first is 1."""
+def scalars(group: Mapping[str, Any], step: int, before: float = 1.0) -> Scalars:
+    """Return the numbers of a group for update number `step`; the first is 1. before: beta2_power before the first."""
     beta1, beta2 = group["betas"]
-    beta2_power = group.get("beta2_power", beta2**step)
+    beta2_power = group["beta2_power"] / before if "beta2_power" in group and before else beta2**step
     bias1, bias2 = (1 - beta1**step, 1 - beta2_power) if group["bias_correction"] else (1.0, 1.0)
     decay, coupled = group["weight_decay"], group["decay"] == "coupled"
     shrinks = float(group["lr"]) ** 2 / group["max_lr"] if group["decay"] == "corrected" else float(group["lr"])
@@ -110,7 +114,7 @@ def trust_ratio(x_square: Tensor, u_square: Tensor, s: Scalars) -> Tensor:
     x_norm, u_norm = s.keep * x_square.sqrt(), u_square.sqrt()
     ratio = (x_norm.clamp(s.norm_min, s.norm_max) / u_norm).clamp(max=s.ratio_max)
     usable = (x_norm > 0) & (u_norm > 0) & (x_norm < math.inf) & (u_norm < math.inf) & (s.adapt > 0)
-    return torch.where(usable, ratio, 1.0)
+    return torch.where(usable & (ratio <= LARGEST), ratio, 1.0)
 
 
 def _square_sum(t: Tensor) -> Tensor:
@@ -189,6 +193,16 @@ def can_compile(device_type: str) -> bool:
     return True
 
 
+def choose_impl(optimizer: Optimizer, agree: Callable[[bool], bool]) -> None:
+    """Replace impl="auto" by one way for all ranks: their last bits differ. agree: can all ranks, if this one can?"""
+    groups = [group for group in optimizer.param_groups if group.get("impl") == "auto"]
+    if groups:
+        kinds = {p.device.type for group in groups for p in group["params"]}
+        impl = "compile" if agree(all(map(can_compile, kinds))) else "eager"
+        for group in groups:
+            group["impl"] = impl
+
+
 def lamb_compiled_(
     tensors: Sequence[Tensors], s: Scalars, factor: Tensor, finite: Tensor | None = None
 ) -> list[Tensor]:
@@ -260,6 +274,7 @@ class Lamb(Stateful):
     finite: Tensor | None = None  # 0-d; if it is False, the step changes nothing but its count (see `take_back`)
     can_skip = True  # whether a step looks at `finite`
     trust_ratios: Mapping[Tensor, Tensor] = MappingProxyType({})
+    choose_impl = choose_impl
 
     def __init__(
         self,
@@ -338,10 +353,10 @@ class Lamb(Stateful):
         finite, self.finite = self.finite, None
         ratios: dict[Tensor, Tensor] = {}
         for group in self.param_groups:
-            for (step, _, _), params in self._alike(group).items():
+            for (step, _, _, before), params in self._alike(group).items():
                 scale = params[0].new_ones(()) if factor is None else factor.to(params[0])
                 tensors = [self._tensors(p) for p in params]
-                ratios |= zip(params, update(group["impl"], tensors, scalars(group, step), scale, finite))
+                ratios |= zip(params, update(group["impl"], tensors, scalars(group, step, before), scale, finite))
                 increment_version(params)  # as torch does for what it changes in place
         self.trust_ratios = MappingProxyType(ratios)
 
@@ -379,14 +394,17 @@ class Lamb(Stateful):
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         return state
 
-    def _alike(self, group: dict[str, Any]) -> dict[tuple[int, torch.device, torch.dtype], list[Tensor]]:
-        """Advance the steps of the parameters with a gradient. Returns them by step, device and dtype."""
+    def _alike(self, group: dict[str, Any]) -> dict[tuple[int, torch.device, torch.dtype, float], list[Tensor]]:
+        """Advance the steps of the parameters with a gradient. Returns them by step, device, dtype and "before"."""
         alike = defaultdict(list)
         for p in group["params"]:
             if p.grad is not None:
                 state = self.init_param(p)
                 state["step"] = int(state["step"]) + 1  # AdamW has a tensor
-                alike[state["step"], p.device, p.dtype].append(p)
+                before = group["beta2_power"] / group["betas"][1] if "beta2_power" in group else 1.0
+                if state["step"] == 1 and before < 1.0:
+                    state["before"] = before
+                alike[state["step"], p.device, p.dtype, state.get("before", 1.0)].append(p)
         return alike
 
     def _tensors(self, p: Tensor) -> Tensors:

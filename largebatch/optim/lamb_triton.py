@@ -39,6 +39,7 @@ LR, BETA1, NEW1, BETA2 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.c
 NEW2, ROOT, EPS, DECAY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 NORM_MIN, NORM_MAX, RATIO_MAX, ADAPT = tl.constexpr(8), tl.constexpr(9), tl.constexpr(10), tl.constexpr(11)
 KEEP = tl.constexpr(12)
+LARGEST = tl.constexpr(1e30)  # ratio, as in lamb.py
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -137,6 +138,7 @@ def ratios(table, numbers, squares, results, chunk_size: tl.constexpr, block_siz
     infinity = float("inf")
     usable = (x_norm > 0) & (u_norm > 0) & (x_norm < infinity) & (u_norm < infinity) & (tl.load(numbers + ADAPT) > 0)
     ratio = tl.minimum(phi / tl.where(usable, u_norm, 1.0), tl.load(numbers + RATIO_MAX))
+    usable = usable & (ratio <= LARGEST)
     tl.store(results + tensor, tl.where(usable, ratio, 1.0).to(results.dtype.element_ty))
 
 

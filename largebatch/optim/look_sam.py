@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from largebatch.native.copies import set_aside
+from largebatch.optim.factory import init_state
 from largebatch.optim.states import with_gradient
 
 DIRECTION = "sam_direction"  # key of a parameter's state: d, or g while the second gradient is computed
@@ -140,6 +141,8 @@ def _aside(value: Any) -> Callable[[], Any]:
 def _parts(optimizer: Optimizer) -> tuple[list[Any], list[Tensor], list[Tensor]]:
     """Return the parameters that have a gradient, d of each (zeros if just unfrozen), and the gradients."""
     params = with_gradient(optimizer)
+    if any(not optimizer.state[p] for p in params):
+        init_state(optimizer)  # torch's optimizers take a state that has anything for a whole one
     for p in (p for p in params if DIRECTION not in optimizer.state[p]):
         optimizer.state[p][DIRECTION] = torch.zeros_like(p)
     return params, [optimizer.state[p][DIRECTION] for p in params], [p.grad for p in params]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, _muon
 
-from largebatch.optim.lamb import STATE, Lamb
+from largebatch.optim.lamb import STATE, Lamb, choose_impl
 from largebatch.optim.presets import owner
 from largebatch.optim.states import Stateful, adam_state, adopted, require_parameters, takes_closure
 
@@ -50,6 +50,7 @@ class Muon(Stateful):
 
     _parts: dict[str, Optimizer] | None = None  # a class default: copies skip the constructor
     comm: Any = None  # the ranks that share the work, if `comm.wrap` has set them
+    choose_impl = choose_impl
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float = 1e-3) -> None:
         require_parameters(params, "call largebatch.optim.build_optimizer with this model and name='muon'")

@@ -54,9 +54,9 @@ class ShardedLamb(Lamb):
         factor, self.clip_factor = self.clip_factor, None
         squares = torch.zeros(2, sharding.count, dtype=torch.float64, device=sharding.home)
         works = [
-            self._first_phase(params, scalars(group, step), group["impl"], factor, squares)
+            self._first_phase(params, scalars(group, step, before), group["impl"], factor, squares)
             for group in self.param_groups
-            for (step, *_), params in self._alike(group).items()
+            for (step, _, _, before), params in self._alike(group).items()
         ]
         squares = collectives.all_reduce(squares, sharding.counted)
         ratios: dict[Tensor, Tensor] = {}

@@ -205,6 +205,8 @@ class Ranks(ABC):
         self._shared = 0
         if watch:
             replicas.share(self, model, wrapped)
+            if choose := getattr(wrapped, "choose_impl", None):  # of LAMB
+                choose(lambda able: all(self.allgather_object(able, name="wrap/able")))
         return wrapped
 
     @abstractmethod

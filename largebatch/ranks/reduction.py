@@ -272,9 +272,13 @@ class Reduced(Optimizer):
         """Call a closure and reduce its gradients. Returns the mean loss, by which LBFGS decides, over the ranks."""
         loss = closure()
         self.synchronize()
-        if torch.is_tensor(loss) and self.sends:
-            loss = self.comm.allreduce(loss.detach(), name="closure/loss", among="data") / self.comm.data_size
-        return loss
+        if not self.sends:
+            return loss
+        own = 0.0 if loss is None else torch.as_tensor(loss).detach().item()  # a rank may have nothing to add up
+        mine = torch.tensor([own, float(loss is not None)], dtype=torch.float64)
+        total, given = self.comm.allreduce(mine, name="closure/loss", among="data").tolist()
+        mean = total / self.comm.data_size if given else None
+        return loss.new_tensor(mean) if torch.is_tensor(loss) else mean
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, and what this rank has computed of a step, unless they are being reduced."""

@@ -48,6 +48,19 @@ def test_the_statistics_are_those_of_all_micro_batches(comm):
     assert all(values == everywhere[0] for values in everywhere)
 
 
+def test_a_first_layer_in_evaluation_keeps_its_statistics(comm):
+    """As a frozen stem, whose train() leaves it so."""
+    plan, model = plan_for(comm, steps=STEPS, left_over=3), normalised_model()
+    stem = nn.BatchNorm2d(3)
+    stem.train = lambda mode=True: nn.BatchNorm2d.train(stem, False)
+    model.insert(0, stem)
+    trainer = small_trainer(comm, plan, passes=PASSES, model=model, mixup_alpha=0.0, lr=0.0)
+    kept, before = stem.running_var.clone(), model[2].running_mean.clone()
+    trainer.fit()
+    assert torch.equal(stem.running_var, kept) and not stem.running_mean.any()
+    assert model[2].running_mean.isfinite().all() and not torch.equal(model[2].running_mean, before)
+
+
 def test_a_skipped_step_leaves_them_alone(comm):
     plan = plan_for(comm, steps=STEPS, left_over=3)  # most ranks have nothing in the last step
     trainer = small_trainer(comm, plan, passes=PASSES, model=normalised_model(), mixup_alpha=0.0)

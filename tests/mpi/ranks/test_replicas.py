@@ -21,6 +21,15 @@ FLIPS = 100
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element: its bits
 
 
+def test_all_ranks_compute_lamb_in_one_way(comm, monkeypatch):
+    """One has no compiler."""
+    monkeypatch.setattr("largebatch.optim.lamb.can_compile", lambda kind: comm.rank != comm.size - 1)
+    model = small_model()
+    optimizer = comm.wrap(Lamb.paper(model), model)
+    impls = comm.allgather_object([group["impl"] for group in optimizer.param_groups], name="impls")
+    assert {impl for found in impls for impl in found} == {"eager"}
+
+
 @pytest.fixture
 def trainer(comm):
     plan = plan_for(comm, steps=3)
@@ -163,6 +172,8 @@ def test_wrapping_gives_all_ranks_what_rank_0_has(comm, kind, loaded):
     state = wrapped.state_dict()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert torch.equal(tensor, before[0][name]), name
+    for group in before[1]["param_groups"]:
+        group |= {"impl": state["param_groups"][0]["impl"]} if "impl" in group else {}  # chosen for all ranks
     assert str(state["param_groups"]) == str(before[1]["param_groups"])
     assert state["state"].keys() == before[1]["state"].keys()
     for number, values in state["state"].items():

@@ -34,7 +34,8 @@ def test_wrapping_keeps_every_option(comm, preset):
     ]
     wrapped = comm.wrap(plain, model, passes=2)
     after = [{key: value for key, value in group.items() if key != "params"} for group in wrapped.param_groups]
-    assert after == before
+    chosen = {"impl": after[0]["impl"]}  # instead of "auto", for all ranks
+    assert after == [group | chosen for group in before] and chosen["impl"] in ("compile", "eager")
     assert isinstance(wrapped, Lamb)
 
 
@@ -423,6 +424,27 @@ def test_a_closure_computes_what_the_ranks_reduce(comm, kind):
         assert abs(ours - theirs) <= 1e-9 * theirs
     assert all((p - q).norm() <= 1e-9 * q.norm() for p, q in zip(model.parameters(), reference.parameters()))
     assert replicas_agree(comm, model, "closure")
+
+
+@pytest.mark.parametrize("number", [float, torch.as_tensor])
+def test_a_closure_of_a_rank_without_images_takes_part(comm, number):
+    """It returns the sum of nothing, or a plain number; all ranks get the mean."""
+    model = small_model().double()
+    optimizer = comm.wrap(sgd(model), model)
+    losses = [3.0] if comm.rank == 0 else []
+
+    def closure():
+        optimizer.zero_grad()
+        (loss_of(model) * len(losses)).backward()
+        return sum(map(number, losses))
+
+    assert float(optimizer.step(closure)) == pytest.approx(3.0 / comm.size, rel=1e-12)
+
+    def silent():
+        optimizer.zero_grad()
+        loss_of(model).backward()
+
+    assert optimizer.step(silent) is None
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
