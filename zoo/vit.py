@@ -62,9 +62,11 @@ class VisionTransformer(vision_transformer.VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Tokens (B, N, C), of smaller images if these are square. A GPU adds up a product's gradient in one order."""
-        if self.patch_embed.strict_img_size or self.pos_embed is None or x.shape[1] == self.patch_embed.num_patches:
+        rows, columns = self.patch_embed.grid_size
+        one_size = getattr(self.patch_embed, "strict_img_size", True)  # that of ranks that share a model has one
+        if one_size or self.pos_embed is None or x.shape[1] == rows * columns:
             return super()._pos_embed(x)
-        whole, side = self.patch_embed.grid_size[0], isqrt(x.shape[1])
+        whole, side = rows, isqrt(x.shape[1])
         prefix = [token.expand(len(x), -1, -1) for token in (self.cls_token, self.reg_token) if token is not None]
         first = self.pos_embed.shape[1] - whole**2  # the places of the prefix
         with torch.autocast(x.device.type, enabled=False):

@@ -185,6 +185,8 @@ def can_compile(device_type: str) -> bool:
     """Try whether LAMB can be compiled: by a C++ compiler for CPUs, by torch for GPUs."""
     if device_type == "cpu":
         return cpp_lamb.available()
+    if device_type == "meta":  # on which a plan is made
+        return False
     try:
         torch.compile(torch.sin, fullgraph=True)(torch.zeros(1, device=device_type))
     except Exception as error:  # of Triton, of the compiler that it calls, of the driver
@@ -194,13 +196,12 @@ def can_compile(device_type: str) -> bool:
 
 
 def choose_impl(optimizer: Optimizer, agree: Callable[[bool], bool]) -> None:
-    """Replace impl="auto" by one way for all ranks: their last bits differ. agree: can all ranks, if this one can?"""
+    """Replace impl="auto" by "eager" unless all ranks can compile: last bits differ. agree: can all if this can?"""
     groups = [group for group in optimizer.param_groups if group.get("impl") == "auto"]
-    if groups:
-        kinds = {p.device.type for group in groups for p in group["params"]}
-        impl = "compile" if agree(all(map(can_compile, kinds))) else "eager"
+    kinds = {p.device.type for group in groups for p in group["params"]}
+    if groups and not agree(all(map(can_compile, kinds))):
         for group in groups:
-            group["impl"] = impl
+            group["impl"] = "eager"
 
 
 def lamb_compiled_(

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 
 from largebatch.config.horovod import HorovodConfig
@@ -184,6 +183,8 @@ def share_random_numbers(comm: Ranks) -> None:
     """
     if torch.initial_seed() >= UNSEEDED:
         torch.manual_seed(0)
+    import numpy as np  # at the top it would come before torch, whose absence says more
+
     mine = torch.get_rng_state(), np.random.get_state(), random.getstate()
     of_torch, of_numpy, of_python = comm.broadcast_object(mine, name="random numbers")
     torch.set_rng_state(of_torch)

@@ -34,8 +34,7 @@ def test_wrapping_keeps_every_option(comm, preset):
     ]
     wrapped = comm.wrap(plain, model, passes=2)
     after = [{key: value for key, value in group.items() if key != "params"} for group in wrapped.param_groups]
-    chosen = {"impl": after[0]["impl"]}  # instead of "auto", for all ranks
-    assert after == [group | chosen for group in before] and chosen["impl"] in ("compile", "eager")
+    assert after == before
     assert isinstance(wrapped, Lamb)
 
 
