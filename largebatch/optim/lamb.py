@@ -398,11 +398,11 @@ class Lamb(Stateful):
     def _alike(self, group: dict[str, Any]) -> dict[tuple[int, torch.device, torch.dtype, float], list[Tensor]]:
         """Advance the steps of the parameters with a gradient. Returns them by step, device, dtype and "before"."""
         alike = defaultdict(list)
+        before = group["beta2_power"] / group["betas"][1] if "beta2_power" in group else 1.0
         for p in group["params"]:
             if p.grad is not None:
                 state = self.init_param(p)
                 state["step"] = int(state["step"]) + 1  # AdamW has a tensor
-                before = group["beta2_power"] / group["betas"][1] if "beta2_power" in group else 1.0
                 if state["step"] == 1 and before < 1.0:
                     state["before"] = before
                 alike[state["step"], p.device, p.dtype, state.get("before", 1.0)].append(p)
