@@ -376,19 +376,23 @@ def test_a_store_that_fails_is_told_once_and_the_mirror_catches_up(port, folder,
 
 
 def test_the_end_of_a_run_waits_for_another_attempt(folder, tmp_path, monkeypatch):
-    """The newest one has failed, and the next would be a minute away."""
-    monkeypatch.setattr(mirroring, "LONGEST_PAUSE_S", 60.0)
-    mirror = Mirror(str(tmp_path / "mirror"), folder)
-    hook, update, failures = Mirroring(mirror), mirror.update, [OSError("no answer")]
-    monkeypatch.setattr(mirror, "update", lambda tell: raised(failures.pop()) if failures else update(tell))
+    """The newest one has failed; the next one takes longer than three looks at it."""
+    monkeypatch.setattr(mirroring, "TELL_EVERY_S", 0.01)
+    mirror, comm, looks, failures = Mirror(str(tmp_path / "mirror"), folder), Single(), [], ["no answer"]
+    hook, update = Mirroring(mirror), mirror.update
+
+    def attempt(tell: Any) -> None:
+        if failures:
+            raise OSError(failures.pop())
+        s3.wait_until(lambda: len(looks) > 3, "looks")
+        update(tell)
+
+    monkeypatch.setattr(mirror, "update", attempt)
+    monkeypatch.setattr(comm, "progress", looks.append)
     save(folder, 1)
     hook.start()
     s3.wait_until(lambda: hook.failure, "the first attempt")
-    assert hook.wait(Single(), 30.0) == "" and [*mirror._checkpoints()] == [1] and not hook.gave_up
-
-
-def raised(error: Exception) -> None:
-    raise error
+    assert hook.wait(comm, 30.0) == "" and [*mirror._checkpoints()] == [1] and not hook.gave_up
 
 
 def run(port: int, *options: str, **changes: str) -> tuple[int, str]:
