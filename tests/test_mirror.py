@@ -26,7 +26,6 @@ from largebatch.checkpoint import Mirror, store
 from largebatch.engine import TrainState
 from largebatch.files.run_folder import RunFolder
 from largebatch.hooks import Mirroring, mirroring
-from largebatch.ranks.single import Single
 from largebatch.report import history
 
 FILES = ("config.json", "model.safetensors", "state.pt")
@@ -373,26 +372,6 @@ def test_a_store_that_fails_is_told_once_and_the_mirror_catches_up(port, folder,
         assert told[0].startswith(f"the mirror {mirror.address} cannot be written (")
         assert told[0].endswith("): training goes on, and the copy is tried again")
         assert sorted(mirror._checkpoints().items()) == [(3, True), (4, True)] and not hook.failure
-
-
-def test_the_end_of_a_run_waits_for_another_attempt(folder, tmp_path, monkeypatch):
-    """The newest one has failed; the next one takes longer than three looks at it."""
-    monkeypatch.setattr(mirroring, "TELL_EVERY_S", 0.01)
-    mirror, comm, looks, failures = Mirror(str(tmp_path / "mirror"), folder), Single(), [], ["no answer"]
-    hook, update = Mirroring(mirror), mirror.update
-
-    def attempt(tell: Any) -> None:
-        if failures:
-            raise OSError(failures.pop())
-        s3.wait_until(lambda: len(looks) > 3, "looks")
-        update(tell)
-
-    monkeypatch.setattr(mirror, "update", attempt)
-    monkeypatch.setattr(comm, "progress", looks.append)
-    save(folder, 1)
-    hook.start()
-    s3.wait_until(lambda: hook.failure, "the first attempt")
-    assert hook.wait(comm, 30.0) == "" and [*mirror._checkpoints()] == [1] and not hook.gave_up
 
 
 def run(port: int, *options: str, **changes: str) -> tuple[int, str]:

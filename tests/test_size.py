@@ -17,7 +17,7 @@ FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 LIMITS = {
     "options of training": 93,
     "words of docstrings": 49_920,
-    "lines": 37_325,
+    "lines": 37_324,
     "files": 256,
     "methods of Trainer": 22,
     "fields of Trainer": 26,
@@ -32,7 +32,7 @@ LIMITS = {
     "lines in largebatch/doctor": 2_131,
     "lines in largebatch/export": 302,
     "lines in largebatch/files": 576,
-    "lines in largebatch/hooks": 2_026,
+    "lines in largebatch/hooks": 2_025,
     "lines in largebatch/launch": 1_160,
     "lines in largebatch/native": 466,
     "lines in largebatch/optim": 1_665,

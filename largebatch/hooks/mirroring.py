@@ -83,7 +83,7 @@ class Mirroring(Hook):
                 self._hurry.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
             else:
-                if self._warned > -float("inf"):
+                if self.failure:
                     logger.info("the mirror %s has caught up", self.mirror.address)
                 self.failure, self._warned, pause = "", -float("inf"), 1.0
                 self.longest_s = max(self.longest_s, time.monotonic() - began)
@@ -106,7 +106,6 @@ class Mirroring(Hook):
         if self.gave_up:
             return ""
         if comm.rank == 0:
-            self.failure = ""  # of an attempt before: the wait is for another one
             self.start()
         rounds = quiet = 0
         why: str | None = None
